@@ -1,0 +1,37 @@
+# make needle   the main experiment, from nothing: environment, then the driver
+# make test     tests that take minutes         make test-all   every test
+# make check    lint                            make train      train the tiny checkpoint again
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/requirements.stamp
+SUPPORTED := import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit( \
+  f"Python 3.11 to 3.13 is needed, $(PYTHON) is {sys.version.split()[0]}: say make PYTHON=python3.13")
+
+.PHONY: needle train test test-all check clean
+
+needle: $(STAMP)
+	$(RUN) -m experiments.needle --config=configs/needle.py $(ARGS)
+
+train: $(STAMP)
+	$(RUN) -m experiments.train --config=configs/train_tiny.py $(ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
+	$(RUN) -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(RUN) -m ruff check .
+
+$(STAMP): requirements.txt
+	@$(PYTHON) -c '$(SUPPORTED)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,22 @@
+"""What every test shares."""
+
+import pathlib
+
+import hypothesis
+import pytest
+
+# Property tests draw the same examples on every run, and a first call that compiles is not a slow example.
+hypothesis.settings.register_profile("vestige", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("vestige")
+
+
+@pytest.fixture(scope="session")
+def repository() -> pathlib.Path:
+    """The root of the checkout."""
+    return pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def golden(repository) -> pathlib.Path:
+    """The folder of reference arrays."""
+    return repository / "tests" / "golden"
