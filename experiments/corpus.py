@@ -1,8 +1,8 @@
 """The text of the experiments: English that ships with every CPython, or any text of the user's.
 
-The default text is `pydoc_data.topics` (the language reference as pydoc prints it) and the docstrings of the standard library. It is
-read from source with `ast`: nothing is imported or run. A document is one topic or one docstring; a hash of its name alone decides
-its split, so a document never changes sides when other documents come or go.
+The default text is `pydoc_data.topics` (the language reference as pydoc prints it) and the docstrings of the standard
+library. It is read from source with `ast`: nothing is imported or run. A document is one topic or one docstring; a hash
+of its name alone decides its split, so a document never changes sides when other documents come or go.
 """
 
 import ast
@@ -19,8 +19,10 @@ SPLITS = ("train", "validation", "test")
 SHORTEST = 200  # characters; shorter docstrings are mostly one-line stubs
 PIECE = 2000  # characters; a user's file is cut at blank lines into documents of about this size
 # Left out: other people's packages, code that some distributions ship separately, generated tables.
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils",
-           "ensurepip", "pydoc_data", "lib-dynload", "__pycache__"}
+SKIPPED = frozenset(
+    "site-packages dist-packages test tests idlelib tkinter turtledemo lib2to3 distutils ensurepip pydoc_data lib-dynload "
+    "__pycache__".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,8 @@ def load(text: str | None = None) -> Corpus:
     corpus = Corpus("standard library" if not text else Path(text).name, _unique(documents))
     for split in SPLITS:
         if not corpus.split(split):
-            raise ValueError(f"text={text!r} has {len(corpus.documents)} documents, too few to fill the split {split!r}; give more text")
+            count = len(corpus.documents)
+            raise ValueError(f"text={text!r} has {count} documents, none of them in the split {split!r}; give more text")
     return corpus
 
 

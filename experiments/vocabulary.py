@@ -16,17 +16,20 @@ import regex
 
 from experiments import corpus
 
-# Lines, single digits, words with their leading space, punctuation, runs of blanks. A digit never joins a neighbour, so that
-# a code of five digits is always five tokens.
+# Lines, single digits, words with their leading space, punctuation, runs of blanks. A digit never joins a neighbour, so
+# that a code of five digits is always five tokens.
 PATTERN = r"\n+|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
-SPECIALS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[PAD]")
+SPECIALS = tuple("[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> [PAD]".split())
 SIZE = 1024  # bytes, merges and specials
 
 Pair = tuple[bytes, bytes]
 
 
 def train(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict[bytes, int]:
-    """Ranks of `size` tokens: the 256 bytes, then one merge at a time of the most frequent pair; ties go to the smaller bytes."""
+    """Ranks of `size` tokens: the 256 bytes, then the most frequent pair, again and again; ties go to the smaller bytes.
+
+    Raises ValueError when `size` is below 256. A text with nothing left to merge gives fewer than `size`.
+    """
     if size < 256:
         raise ValueError(f"size={size} is below the 256 single bytes")
     table = _Table(collections.Counter(word for text in texts for word in regex.findall(pattern, text)))
@@ -84,13 +87,14 @@ def write(folder: Path, ranks: dict[bytes, int], pattern: str = PATTERN) -> None
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
     (folder / "tiktoken.model").write_text("".join(lines))
     specials = {str(len(ranks) + index): {"content": name, "special": True} for index, name in enumerate(SPECIALS)}
-    config = {"pattern": pattern, "added_tokens_decoder": specials, "bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    named = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    config = {"pattern": pattern, "added_tokens_decoder": specials, **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write tiktoken.model and tokenizer_config.json into")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tiktoken.model and tokenizer_config.json")
     parser.add_argument("--text", default=None, help="file or folder of other text")
     parser.add_argument("--size", type=int, default=SIZE, help="tokens in all, specials included")
     options = parser.parse_args(arguments)

@@ -1,0 +1,256 @@
+"""Needles in real prose: one sentence ties a key to a five-digit code, a question asks for the code (VestigeKV §6).
+
+Keys are names of three random syllables. A hash of the name decides its split, as it does for documents: no name and no prose of a
+test trial was ever trained on, or seen by the validation that stops a training run.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from experiments import corpus
+
+CONSONANTS = "bdfgklmnprstvz"
+VOWELS = "aeiou"
+KEYS = 5  # the asked name cycles over this many
+DIGITS = 5  # of a code
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    sentence: str
+    question: str
+
+
+TRAINED = {
+    "passcode": Template("The secret passcode for {key} is {code}.", "What is the secret passcode for {key}? "),
+    "vault": Template("The vault of {key} has the number {code}.", "Which number has the vault of {key}? "),
+    "ticket": Template("Note that {key} holds ticket {code}.", "Which ticket holds {key}? "),
+}
+UNSEEN = {
+    "locker": Template("Remember: use {code} to open the locker of {key}.", "To open the locker of {key}, use "),
+    "badge": Template("Please write down that {key} wears badge {code}.", "The badge that {key} wears is "),
+}
+TEMPLATES = TRAINED | UNSEEN
+MAIN = "passcode"
+
+
+class Encoder(Protocol):
+    bos_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    key: str
+    code: str
+    template: Template
+
+    @property
+    def sentence(self) -> str:
+        return self.template.sentence.format(key=self.key, code=self.code)
+
+    @property
+    def question(self) -> str:
+        return "\n" + self.template.question.format(key=self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One question. `span` = first and last-plus-one token of the asked sentence in `prefix`; `spans` = those of every needle."""
+
+    prefix: np.ndarray  # int32 [n], starts with BOS
+    question: np.ndarray  # int32, comes after the cut
+    answer: np.ndarray  # int32 [DIGITS], teacher-forced
+    span: tuple[int, int]
+    spans: tuple[tuple[int, int], ...]
+    key: str
+    code: str
+
+    @property
+    def depth(self) -> float:
+        return self.span[0] / len(self.prefix)
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.prefix, self.question, self.answer])
+
+
+class Prose:
+    """A corpus in tokens. Tokenised once; every draw is a function of the generator that is passed in."""
+
+    def __init__(self, text: corpus.Corpus, encoder: Encoder):
+        self.encoder = encoder
+        self.hash = text.hash
+        self._documents = {
+            split: [np.array(encoder.encode(document.text + "\n\n"), np.int32) for document in text.split(split)]
+            for split in corpus.SPLITS
+        }
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.encoder.encode(text), np.int32)
+
+    def draw(self, split: str, rng: np.random.Generator, length: int) -> np.ndarray:
+        """`length` tokens of whole documents in random order; the first one starts somewhere inside."""
+        documents = self._documents[split]
+        parts: list[np.ndarray] = []
+        drawn = 0
+        while drawn < length:
+            for index in rng.permutation(len(documents)):
+                part = documents[index] if parts else documents[index][rng.integers(len(documents[index])) :]
+                parts.append(part)
+                drawn += len(part)
+                if drawn >= length:
+                    break
+        return np.concatenate([np.zeros(0, np.int32), *parts])[:length]
+
+
+def name(rng: np.random.Generator, split: str, taken: Sequence[str] = ()) -> str:
+    """A name of three syllables that belongs to `split` and is not `taken`."""
+    while True:
+        syllables = (CONSONANTS[rng.integers(len(CONSONANTS))] + VOWELS[rng.integers(len(VOWELS))] for _ in range(3))
+        drawn = "".join(syllables).capitalize()
+        if drawn not in taken and corpus.split_of(drawn) == split:
+            return drawn
+
+
+def code(rng: np.random.Generator) -> str:
+    return "".join(str(digit) for digit in rng.integers(10, size=DIGITS))
+
+
+def _seed(split: str, *numbers: int) -> np.random.Generator:
+    """Every split has its own range of seeds."""
+    return np.random.default_rng([corpus.SPLITS.index(split), *numbers])
+
+
+def keys(split: str, seed: int = 0) -> list[str]:
+    """The `KEYS` names that the asked key cycles over."""
+    rng, names = _seed(split, seed), []
+    while len(names) < KEYS:
+        names.append(name(rng, split, names))
+    return names
+
+
+def trial(
+    prose: Prose,
+    index: int,
+    *,
+    prefix: int,
+    seed: int = 0,
+    template: str = MAIN,
+    needles: int = 1,
+    depth: tuple[float, float] = (0.1, 0.8),
+    split: str = "test",
+) -> Trial:
+    """Trial number `index`: `prefix` tokens of held-out prose with `needles` sentences, one of which is asked for.
+
+    Every sentence starts at a depth uniform in [depth[0], depth[1]) of the prefix, on a line of its own.
+    Raises ValueError for an unknown template, an empty depth range, or a range too narrow for the needles.
+    """
+    if template not in TEMPLATES:
+        raise ValueError(f"template={template!r} is unknown; choose one of {', '.join(TEMPLATES)}")
+    if needles < 1 or not 0 <= depth[0] <= depth[1] <= 1:
+        raise ValueError(f"needles={needles} must be at least 1 and depth={depth} an increasing pair in [0, 1]")
+    rng = _seed(split, seed, prefix, index)
+    asked, others = keys(split, seed)[index % KEYS], []
+    for _ in range(needles - 1):
+        others.append(name(rng, split, [*keys(split, seed), *others]))
+    stack = [Needle(key, code(rng), TEMPLATES[template]) for key in (asked, *others)]
+    order = rng.permutation(needles)
+    ids, spans = _hide(prose, rng, split, [stack[i] for i in order], prefix, depth)
+    return Trial(
+        prefix=ids,
+        question=prose.encode(stack[0].question),
+        answer=prose.encode(stack[0].code),
+        span=spans[int(np.argmin(order))],
+        spans=tuple(spans),
+        key=stack[0].key,
+        code=stack[0].code,
+    )
+
+
+def _lines(prose: Prose, needles: Sequence[Needle]) -> list[np.ndarray]:
+    return [prose.encode("\n" + needle.sentence + "\n") for needle in needles]
+
+
+def _hide(
+    prose: Prose,
+    rng: np.random.Generator,
+    split: str,
+    needles: Sequence[Needle],
+    length: int,
+    depth: tuple[float, float],
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """BOS and prose of `length` tokens with the needles in the given order; the span of each sentence."""
+    lines = _lines(prose, needles)
+    # A sentence starts after BOS, the prose before it, the lines before it and its own line break.
+    first = max(0, int(np.ceil(depth[0] * length)) - 2)
+    last = int(np.ceil(depth[1] * length)) - 3 - sum(len(line) for line in lines[:-1])
+    spare = length - 1 - sum(len(line) for line in lines)
+    last = min(max(last, first) if depth[0] == depth[1] else last, spare)
+    if last < first:
+        raise ValueError(f"{len(needles)} needles do not fit into depth={depth} of prefix={length} tokens; use a longer prefix")
+    cuts = np.sort(rng.integers(first, last + 1, size=len(lines)))
+    text = prose.draw(split, rng, spare)
+    return _interleave(prose.encoder.bos_id, text, lines, cuts)
+
+
+def _interleave(
+    bos: int, text: np.ndarray, lines: Sequence[np.ndarray], cuts: np.ndarray
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    parts, spans, length = [np.array([bos], np.int32)], [], 1
+    for piece, line in zip(np.split(text, cuts), [*lines, np.zeros(0, np.int32)], strict=True):
+        parts += [piece, line]
+        length += len(piece) + len(line)
+        spans.append((length - len(line) + 1, length - 1))
+    return np.concatenate(parts), spans[: len(lines)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Training sequences: needles among prose, then a question about each in random order."""
+
+    fewest: int = 2
+    most: int = 5
+    share: float = 0.5  # of the sequence, at most, that needles and questions take
+    main: float = 0.5  # chance of the main template; the others share the rest
+    text_weight: float = 0.1  # of the loss on everything but answers
+
+    def batch(self, prose: Prose, rng: np.random.Generator, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [size, length], weights float32 [size, length]): weights[b, t] scales the loss of predicting ids[b, t]."""
+        ids, weights = zip(*(self._sequence(prose, rng, length) for _ in range(size)), strict=True)
+        return np.stack(ids), np.stack(weights)
+
+    def _sequence(self, prose: Prose, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        needles, lines, questions = self._needles(prose, rng, int(self.share * length))
+        answers = [prose.encode(needle.code) for needle in needles]
+        asked = rng.permutation(len(needles))
+        tail = [part for i in asked for part in (questions[i], answers[i])]
+        spare = length - 1 - sum(len(part) for part in (*lines, *tail))
+        cuts = np.sort(rng.integers(0, spare + 1, size=len(lines)))
+        head, _ = _interleave(prose.encoder.bos_id, prose.draw("train", rng, spare), lines, cuts)
+        marks = [np.full(len(part), is_answer) for i in asked for part, is_answer in ((questions[i], 0), (answers[i], 1))]
+        is_answer = np.concatenate([np.zeros(len(head)), *marks])
+        return np.concatenate([head, *tail]), np.where(is_answer, 1.0, self.text_weight).astype(np.float32)
+
+    def _needles(self, prose: Prose, rng: np.random.Generator, room: int):
+        """As many needles as were drawn, or as fit into `room` tokens with their questions."""
+        needles: list[Needle] = []
+        lines: list[np.ndarray] = []
+        questions: list[np.ndarray] = []
+        for _ in range(rng.integers(self.fewest, self.most + 1)):
+            key = name(rng, "train", [needle.key for needle in needles])
+            needle = Needle(key, code(rng), TRAINED[self._template(rng)])
+            line, question = _lines(prose, [needle])[0], prose.encode(needle.question)
+            room -= len(line) + len(question) + DIGITS
+            if room < 0 and needles:
+                break
+            needles, lines, questions = [*needles, needle], [*lines, line], [*questions, question]
+        return needles, lines, questions
+
+    def _template(self, rng: np.random.Generator) -> str:
+        others = [name for name in TRAINED if name != MAIN]
+        return MAIN if rng.random() < self.main else others[rng.integers(len(others))]
