@@ -1,0 +1,71 @@
+"""Exact attention by parts, merged by log-sum-exp, and dense attention over everything (VestigeKV §1, §3, §4)."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import Part, attend, merge, reference
+from vestige_jax import checks
+from vestige_jax.cache import Cache, length
+from vestige_jax.spec import CacheSpec
+
+Array = jax.Array
+
+
+def over(spec: CacheSpec, query: Array, rows: Array, count: Array) -> Part:
+    """Attention of query [B, Q, C] over the first count (int32 [B] or [B, Q]) of rows [B, S, C]."""
+    return attend(query, rows, count, latent_dim=spec.latent_dim, scale=spec.scale, implementation=spec.implementation)
+
+
+def attended(spec: CacheSpec, cache: Cache, query: Array) -> Part:
+    """Attention over the attended tier: kept rows and tail."""
+    tier1 = over(spec, query, cache.tier1.rows, cache.tier1.count)
+    return merge(tier1, over(spec, query, cache.tail.rows, cache.tail.length))
+
+
+def dense(spec: CacheSpec, cache: Cache, query: Array) -> Part:
+    """Attention over every row: what the cache serves on overflow and below `activation`."""
+    closed = over(spec, query, cache.archive.rows, cache.archive.closed)
+    return merge(closed, over(spec, query, cache.tail.rows, cache.tail.length))
+
+
+def attend_chunk(
+    spec: CacheSpec, cache: Cache, queries: Array, rows: Array, lengths: Array | None = None
+) -> tuple[Array, Array]:
+    """Dense causal attention of a prefill chunk, called before the chunk is appended (§4).
+
+    Query t sees every row in the cache and the chunk's rows 0..t, so how a prompt is cut into chunks cannot matter.
+
+    Args
+      queries [B, T, H, C] absorbed and unscaled, rows [B, T, C], lengths int32 [B]: rows past it are padding.
+    Returns
+      out float32 [B, T, H, R] in latent space (0 at padding), and mass float32 [B, capacity]: the softmax weight each
+      position received from the chunk, summed over its queries and heads (jit drops it when unused).
+    """
+    batch, time, heads, _ = queries.shape
+    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
+    checks.shape("queries", queries, (batch, time, spec.num_heads, spec.row_dim), "[B, T, H, C]")
+    checks.shape("rows", rows, (batch, time, spec.row_dim), "[B, T, C]")
+    checks.lengths("lengths", lengths, batch, time)
+
+    query = queries.astype(spec.dtype).reshape(batch, time * heads, -1)
+    rows = rows.astype(spec.dtype)
+    real = jnp.repeat(jnp.arange(time) < lengths[:, None], heads, axis=1)
+    causal = jnp.where(real, jnp.repeat(jnp.arange(time) + 1, heads), 0)
+    part = merge(dense(spec, cache, query), over(spec, query, rows, causal))
+    out = jnp.where(real[..., None], part.out, 0).reshape(batch, time, heads, -1)
+    return out, _mass(spec, cache, query, rows, causal, jnp.where(real, part.lse, jnp.inf))
+
+
+def _mass(spec, cache, query, rows, causal, lse) -> Array:
+    """Column sums of the softmax with normaliser lse [B, Q], by position."""
+    batch, time, _ = rows.shape
+    each = jnp.arange(batch)[:, None]
+    tail_at = cache.archive.closed[:, None] + jnp.arange(spec.block)
+    chunk_at = length(cache)[:, None] + jnp.arange(time)
+    total = jnp.zeros((batch, spec.capacity), jnp.float32)
+    total = total.at[:, : spec.archive_rows].add(
+        reference.mass(query, cache.archive.rows, cache.archive.closed, lse, scale=spec.scale)
+    )
+    tail = reference.mass(query, cache.tail.rows, cache.tail.length, lse, scale=spec.scale)
+    chunk = reference.mass(query, rows, causal, lse, scale=spec.scale)
+    return total.at[each, tail_at].add(tail, mode="drop").at[each, chunk_at].add(chunk, mode="drop")

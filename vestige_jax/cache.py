@@ -1,0 +1,144 @@
+"""The cache pytree, and how sequences enter, leave and copy themselves (VestigeKV §4).
+
+Rows arrive in the tail. A full tail is a block: it moves to the archive, which stays in position order and is never
+rewritten. A keep mask says which archived rows are also in tier 1, a compact copy that is read densely every step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from vestige_jax import checks
+from vestige_jax.spec import CacheSpec
+
+Array = jax.Array
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_pytree
+class Tail:
+    """Rows of the block being filled: always attended."""
+
+    rows: Array  # [B, block, C] row dtype
+    length: Array  # [B] int32, below block between calls
+
+
+@_pytree
+class Tier1:
+    """A compact copy of the kept rows, in position order."""
+
+    rows: Array  # [B, M, C] row dtype
+    position: Array  # [B, M] int32, -1 past count
+    count: Array  # [B] int32
+
+
+@_pytree
+class Archive:
+    """Every closed row, bit-exact, in position order; only ever appended to."""
+
+    rows: Array  # [B, A, C] row dtype
+    sigma: Array  # [B, A] float32, high-frequency energy of the branch
+    kept: Array  # [B, A] bool, also in tier 1
+    closed: Array  # [B] int32, a multiple of block
+
+
+@_pytree
+class Index:
+    """What a step reads of an archived row, beside its branch, to bound its score."""
+
+    basis: Array  # [B, R, K] float32, orthonormal columns
+    code: Array  # [B, A, K] sketch dtype
+    bound: Array  # [B, E, A] float32: eta, and the rounding term in the sound mode
+
+
+@_pytree
+class Calibration:
+    """z and the entropy gate of a sequence, and the decode queries awaiting calibration."""
+
+    z: Array  # [B] float32, in units of bound / sqrt(R - K)
+    threshold: Array  # [B] float32 nats; a head is open above it
+    clamped: Array  # [B] bool: too few hard samples, z = z_max
+    queries: Array  # [B, N, H, C] row dtype; N = 64, or 0 when only `calibrate` calibrates
+    positions: Array  # [B, N] int32, -1 empty
+    count: Array  # [B] int32, decode queries seen
+    installed: Array  # [B] bool, the provisional index has been replaced
+
+
+@_pytree
+class Cache:
+    """One layer's rows for B sequences. Static facts live in CacheSpec, never here."""
+
+    tail: Tail
+    tier1: Tier1
+    archive: Archive
+    index: Index
+    calibration: Calibration
+    fault: Array  # [B] int32, sticky bits of checks.Fault
+
+
+def init(spec: CacheSpec, batch: int) -> Cache:
+    """An empty cache for `batch` sequences with the provisional index (V = first K unit vectors, gate open, z = z_max)."""
+    checks.require(isinstance(batch, int) and batch > 0, f"batch={batch!r} must be a positive integer")
+    rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
+    basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
+    return Cache(
+        tail=Tail(jnp.zeros((batch, spec.block, rows), spec.dtype), jnp.zeros(batch, jnp.int32)),
+        tier1=Tier1(
+            jnp.zeros((batch, kept, rows), spec.dtype),
+            jnp.full((batch, kept), -1, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+        ),
+        archive=Archive(
+            jnp.zeros((batch, slots, rows), spec.dtype),
+            jnp.zeros((batch, slots), jnp.float32),
+            jnp.zeros((batch, slots), bool),
+            jnp.zeros(batch, jnp.int32),
+        ),
+        index=Index(
+            jnp.tile(basis, (batch, 1, 1)),
+            jnp.zeros((batch, slots, spec.rank), spec.index_dtype),
+            jnp.zeros((batch, spec.certificate_terms, slots), jnp.float32),
+        ),
+        calibration=Calibration(
+            jnp.full(batch, spec.z_max, jnp.float32),
+            jnp.full(batch, -jnp.inf, jnp.float32),
+            jnp.ones(batch, bool),
+            jnp.zeros((batch, spec.query_buffer, spec.num_heads, rows), spec.dtype),
+            jnp.full((batch, spec.query_buffer), -1, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(batch, bool),
+        ),
+        fault=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def length(cache: Cache) -> Array:
+    """Tokens held by each sequence, int32[B]."""
+    return cache.archive.closed + cache.tail.length
+
+
+def take(spec: CacheSpec, cache: Cache, slot) -> Cache:
+    """The sequence in `slot` alone, as a cache of batch 1."""
+    return fork(spec, cache, jnp.asarray(slot)[None])
+
+
+def put(spec: CacheSpec, cache: Cache, slot, single: Cache) -> Cache:
+    """`cache` with its sequence `slot` replaced by `single` (batch 1, same spec)."""
+    checks.slot(cache, slot)
+    checks.same_layout(cache, single)
+    return jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), cache, single)
+
+
+def reset(spec: CacheSpec, cache: Cache, slot) -> Cache:
+    """`cache` with sequence `slot` empty again, its calibration and fault cleared."""
+    return put(spec, cache, slot, init(spec, 1))
+
+
+def fork(spec: CacheSpec, cache: Cache, slots) -> Cache:
+    """A cache whose sequence i is a copy of sequence slots[i]; slots int32[N]."""
+    checks.slot(cache, slots)
+    return jax.tree.map(lambda x: jnp.take(x, jnp.asarray(slots), axis=0), cache)

@@ -1,0 +1,100 @@
+"""Bad input, answered before compilation; inside jit, the bits of the fault flag."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Fault(enum.IntFlag):
+    """Why a write was dropped. Sticky per sequence until `reset`."""
+
+    CAPACITY = 1
+    NON_FINITE = 2
+    LENGTH = 4
+
+
+def require(condition: bool, message: str):
+    """Raise ValueError(message) unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def concrete(*arrays) -> bool:
+    """True when every array has values now, that is, outside jit."""
+    return not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays))
+
+
+def shape(name: str, array, expected: tuple, legend: str):
+    """Raise unless the array has the expected shape; None entries are free. `legend` names the axes."""
+    actual = jnp.shape(array)
+    fits = len(actual) == len(expected) and all(e in (None, a) for a, e in zip(actual, expected, strict=True))
+    wanted = tuple("any" if e is None else e for e in expected)
+    require(fits, f"{name} has shape {actual}; expected {legend} = {wanted}")
+
+
+def floating(name: str, array):
+    """Raise unless the array is of a floating dtype."""
+    require(
+        jnp.issubdtype(jnp.result_type(array), jnp.floating),
+        f"{name} has dtype {jnp.result_type(array)}; expected a float",
+    )
+
+
+def integer(name: str, array):
+    """Raise unless the array is of an integer dtype."""
+    kind = jnp.result_type(array)
+    require(jnp.issubdtype(kind, jnp.integer), f"{name} has dtype {kind}; expected integers")
+
+
+def finite(name: str, array):
+    """Raise, when values are known, if any is NaN or infinite."""
+    if concrete(array):
+        require(bool(jnp.isfinite(array).all()), f"{name} holds NaN or infinite values; every value must be finite")
+
+
+def lengths(name: str, values, batch: int, most: int):
+    """Raise unless values is int[B] in [0, most]."""
+    shape(name, values, (batch,), "[B]")
+    integer(name, values)
+    if concrete(values):
+        bad = [int(v) for v in np.asarray(values) if not 0 <= v <= most]
+        require(not bad, f"{name} holds {bad}; every length must lie in [0, {most}]")
+
+
+def slot(cache, slots):
+    """Raise unless slots index sequences of the cache."""
+    batch = cache.fault.shape[0]
+    integer("slot", slots)
+    if concrete(slots):
+        bad = [int(s) for s in np.ravel(slots) if not 0 <= s < batch]
+        require(not bad, f"slot {bad} is out of range; the cache holds sequences 0 to {batch - 1}")
+
+
+def same_layout(cache, single):
+    """Raise unless `single` is a batch-1 cache of the same spec."""
+    for whole, one in zip(jax.tree.leaves(cache), jax.tree.leaves(single), strict=True):
+        fits = one.shape == (1, *whole.shape[1:]) and one.dtype == whole.dtype
+        require(
+            fits,
+            f"single has an array {one.dtype}{one.shape}; expected {whole.dtype}{(1, *whole.shape[1:])} (batch 1, same spec)",
+        )
+
+
+def describe_fault(bits: int) -> str:
+    """The fault bits in words, for error messages."""
+    words = {
+        Fault.CAPACITY: "the capacity was exceeded (nothing was overwritten)",
+        Fault.NON_FINITE: "a row or query held NaN or infinite values",
+        Fault.LENGTH: "a length was negative or beyond the rows given",
+    }
+    return "; ".join(text for flag, text in words.items() if bits & flag) or "none"
+
+
+def raise_on_fault(fault):
+    """Raise RuntimeError naming every sequence whose fault flag is set; fault int32[..., B]."""
+    bits = np.bitwise_or.reduce(np.asarray(fault).reshape(-1, np.shape(fault)[-1]), axis=0)
+    bad = [f"sequence {b}: {describe_fault(int(v))}" for b, v in enumerate(bits) if v]
+    if bad:
+        raise RuntimeError("cache fault: " + ", ".join(bad))

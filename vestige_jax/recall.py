@@ -1,0 +1,117 @@
+"""Tier 2: scan the index, fire the rows that could beat what is attended, fetch them exactly (VestigeKV §3)."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+from kernels_pallas import Part, empty
+from vestige_jax import attention
+from vestige_jax import index as indexing
+from vestige_jax.cache import Cache
+from vestige_jax.partition import members
+from vestige_jax.spec import CacheSpec
+
+Array = jax.Array
+
+
+class Recalled(NamedTuple):
+    """What one step brought back."""
+
+    part: Part  # attention over the fetched rows
+    fired: Array  # [B] int32, rows whose margin is >= 0, uncapped
+    fetched: Array  # [B] int32
+    overflowed: Array  # [B] bool, more fired than `fetch`
+    gate: Array  # [B, H] bool, heads that may fire
+
+
+def gate(cache: Cache, attended: Part) -> Array:
+    """Heads unsure of what they attend: entropy of the softmax over the attended tier above the threshold. bool [B, H]."""
+    return attended.lse - attended.mean > cache.calibration.threshold[:, None]
+
+
+def recall(spec: CacheSpec, cache: Cache, query: Array, attended: Part) -> Recalled:
+    """Scan and fetch for query [B, H, C], given its attention over the attended tier."""
+    probe = _certified(cache, indexing.prepare(spec, cache.index.basis, query))
+    open_ = gate(cache, attended)
+    threshold = jnp.where(open_, attended.peak, jnp.inf)
+    margin = scan(spec, cache, probe, threshold)
+    fired = margin >= 0
+    count = fired.sum(-1, dtype=jnp.int32)
+    overflowed = count > spec.fetch
+    if spec.overflow == "dense":
+        fired &= ~overflowed[:, None]  # the step serves such a sequence dense
+    else:
+        fired = lax.cond(overflowed.any(), functools.partial(_largest, spec), lambda m, f: f, margin, fired)
+    part, fetched = _fetch(spec, cache, query, probe, threshold, fired)
+    return Recalled(part, count, fetched, overflowed, open_)
+
+
+def _certified(cache: Cache, probe: indexing.Probe) -> indexing.Probe:
+    """The probe with z folded into its residual."""
+    return probe._replace(residual=cache.calibration.z[:, None, None] * probe.residual)
+
+
+def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array) -> Array:
+    """Best margin of every archived row over the heads: float32 [B, A], -inf for kept and unwritten rows."""
+    archive, index = cache.archive, cache.index
+    return kernels_pallas.scan(
+        *probe, threshold, archive.rows, index.code, index.bound, ~archive.kept, archive.closed,
+        implementation=spec.implementation,
+    )  # fmt: skip
+
+
+def _largest(spec: CacheSpec, margin: Array, fired: Array) -> Array:
+    """The `fetch` largest margins that fired; ties to the lower position."""
+    values, order = lax.top_k(margin, min(spec.fetch, margin.shape[-1]))
+    return jnp.put_along_axis(jnp.zeros_like(fired), order, values >= 0, axis=-1, inplace=False)
+
+
+def _fetch(spec, cache, query, probe, threshold, fired) -> tuple[Part, Array]:
+    """Attention over the fired rows, gathered at the smallest static width that holds them."""
+    widths = spec.fetch_widths
+    most = fired.sum(-1).max()
+    branches = [functools.partial(_fetch_width, spec, width) for width in widths]
+    fits = jnp.searchsorted(jnp.asarray(widths), most)
+    return lax.switch(fits, branches, cache, query, probe, threshold, fired)
+
+
+def _fetch_width(spec, width, cache, query, probe, threshold, fired) -> tuple[Part, Array]:
+    if width == 0:
+        batch, heads, _ = query.shape
+        return empty(batch, heads, spec.latent_dim), jnp.zeros(batch, jnp.int32)
+    position, count = members(fired, width)
+    if spec.top_j is not None:
+        position, count = _top_j(spec, cache, probe, threshold, position, count)
+    return attention.over(spec, query, _gather(cache.archive.rows, position), count), count
+
+
+def _top_j(spec, cache, probe, threshold, position, count) -> tuple[Array, Array]:
+    """Of the fetch list, the rows that are among some head's `top_j` fired scores; still ascending (§3)."""
+    width = position.shape[1]
+    score = probe_scores(
+        probe, _gather(cache.archive.rows, position), _gather(cache.index.code, position),
+        jnp.moveaxis(_gather(jnp.moveaxis(cache.index.bound, 1, 2), position), 2, 1),
+    )  # fmt: skip
+    fires = (score >= threshold[..., None]) & (jnp.arange(width) < count[:, None, None])
+    best, order = lax.top_k(jnp.where(fires, score, -jnp.inf), min(spec.top_j, width))
+    chosen = jnp.put_along_axis(jnp.zeros_like(fires), order, best > -jnp.inf, axis=-1, inplace=False).any(1)
+    slot, count = members(chosen, width)
+    return jnp.take_along_axis(position, jnp.minimum(slot, width - 1), axis=1), count
+
+
+def probe_scores(probe: indexing.Probe, rows: Array, code: Array, bound: Array) -> Array:
+    """Index scores of rows [B, S, C] with entries code [B, S, K] and bound [B, E, S]: float32 [B, Q, S]."""
+    branch = rows[..., rows.shape[-1] - probe.branch.shape[-1] :]
+    einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    score = einsum("bqp,bsp->bqs", probe.branch, branch.astype(jnp.float32))
+    score += einsum("bqk,bsk->bqs", probe.sketch, code.astype(jnp.float32))
+    return score + einsum("bqe,bes->bqs", probe.residual, bound)
+
+
+def _gather(values: Array, position: Array) -> Array:
+    """values [B, A, ...] at position [B, W]; positions past A repeat the last row (the caller masks by count)."""
+    return jnp.take_along_axis(values, jnp.minimum(position, values.shape[1] - 1)[..., None], axis=1)
