@@ -1,4 +1,4 @@
-"""VestigeKV in JAX: rows flow in, a partition decides where each row lives, every decode step attends the rows that matter.
+"""VestigeKV in JAX: rows flow in, a partition decides where each lives, every step attends the rows that can matter.
 
 Axis letters, here and in every docstring: B batch, T query time, S cache slot, H head, R latent, P branch, K sketch
 rank, C = R + P cache row, A archive rows, M tier-1 rows, F fetched rows, N calibration queries, E bound terms.

@@ -81,7 +81,7 @@ class Cache:
 
 
 def init(spec: CacheSpec, batch: int) -> Cache:
-    """An empty cache for `batch` sequences with the provisional index (V = first K unit vectors, gate open, z = z_max)."""
+    """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
     checks.require(isinstance(batch, int) and batch > 0, f"batch={batch!r} must be a positive integer")
     rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
     basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)

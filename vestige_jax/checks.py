@@ -75,10 +75,10 @@ def slot(cache, slots):
 def same_layout(cache, single):
     """Raise unless `single` is a batch-1 cache of the same spec."""
     for whole, one in zip(jax.tree.leaves(cache), jax.tree.leaves(single), strict=True):
-        fits = one.shape == (1, *whole.shape[1:]) and one.dtype == whole.dtype
+        wanted = (1, *whole.shape[1:])
+        fits = one.shape == wanted and one.dtype == whole.dtype
         require(
-            fits,
-            f"single has an array {one.dtype}{one.shape}; expected {whole.dtype}{(1, *whole.shape[1:])} (batch 1, same spec)",
+            fits, f"single has an array {one.dtype}{one.shape}; its spec must be the cache's: {whole.dtype}{wanted}"
         )
 
 

@@ -79,8 +79,7 @@ def _append(spec, cache, rows, lengths):
         return partition.close_full(spec, _fill_tail(spec, cache, rows, first, total, i))
 
     cache = lax.fori_loop(0, 1 + total.max() // spec.block, one_block, cache)
-    closed = cache.archive.closed > before
-    return lax.cond(closed.any(), functools.partial(partition.rerank, spec), lambda cache, closed: cache, cache, closed)
+    return partition.rerank_closed(spec, before, cache)
 
 
 def _fill_tail(spec, cache, rows, first, total, i) -> Cache:
@@ -195,11 +194,7 @@ def _step(spec, cache, query, row, active):
     cache = dataclasses.replace(cache, tail=_write_row(spec, cache.tail, row, written))
     out, stats = _attend(spec, cache, jnp.where(finite[:, None, None], query, 0))
     before = cache.archive.closed
-    cache = partition.close_full(spec, cache)
-    closed = cache.archive.closed > before
-    cache = lax.cond(
-        closed.any(), functools.partial(partition.rerank, spec), lambda cache, closed: cache, cache, closed
-    )
+    cache = partition.rerank_closed(spec, before, partition.close_full(spec, cache))
     if spec.calibration == "decode":
         cache = calibration.observe_decode(spec, cache, query, position, written)
     return jnp.where(active[:, None, None], out, 0), stats, cache

@@ -54,7 +54,7 @@ def top_rows(score: Array, closed: Array, count: Array, most: int, sinks: int) -
 
 
 def members(mask: Array, width: int) -> tuple[Array, Array]:
-    """Positions of the first `width` true entries of mask [B, S], ascending: int32 [B, width] (S past the end), and their count."""
+    """Positions of the first `width` true entries of mask [B, S]: ascending int32 [B, width], then S; and how many."""
     running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     find = functools.partial(jnp.searchsorted, v=jnp.arange(1, width + 1), side="left")
     return jax.vmap(find)(running).astype(jnp.int32), jnp.minimum(running[:, -1], width)
@@ -114,6 +114,12 @@ def _write_block(buffer: Array, values: Array, target: Array, blocks: int) -> Ar
 
 def _method() -> str:
     return "projection" if jax.default_backend() == "tpu" else "fft"  # a TPU's FFT takes seconds to compile
+
+
+def rerank_closed(spec: CacheSpec, before: Array, cache: Cache) -> Cache:
+    """Re-rank the sequences that closed a block since `before`, their closed counts then: int32 [B]."""
+    which = cache.archive.closed > before
+    return lax.cond(which.any(), functools.partial(rerank, spec), lambda cache, which: cache, cache, which)
 
 
 def rerank(spec: CacheSpec, cache: Cache, which: Array) -> Cache:

@@ -29,7 +29,7 @@ class Recalled(NamedTuple):
 
 
 def gate(cache: Cache, attended: Part) -> Array:
-    """Heads unsure of what they attend: entropy of the softmax over the attended tier above the threshold. bool [B, H]."""
+    """Heads unsure of what they attend: their entropy over the attended tier is above the threshold. bool [B, H]."""
     return attended.lse - attended.mean > cache.calibration.threshold[:, None]
 
 

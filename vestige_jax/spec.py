@@ -30,17 +30,17 @@ class CacheSpec:
       capacity        most tokens a sequence may hold.
     Tier 1 (§2)
       block           rows closed, ranked and indexed together.
-      ratio, budget   tier 1 keeps round(ratio * closed) rows, or `budget` rows, besides the sinks; ratio 1/32 if neither.
+      ratio, budget   tier 1 keeps round(ratio * closed) rows, or `budget`, besides the sinks; neither: ratio 1/32.
       kappa           Fourier bins of the low-pass; None: 16 scaled to the block.
       sinks           first rows of a sequence, always kept.
     Tier 2 (§3)
       recall          'certified', or 'none': tier 1 and tail alone.
       rank            K, sketch dimensions, 0 (branch only) to R.
       fetch           F, most rows fetched by one sequence in one step.
-      overflow        when more than F rows fire: 'dense' attends everything this step, 'truncate' takes the F largest margins.
+      overflow        when more than F rows fire: 'dense' attends everything, 'truncate' the F largest margins.
       top_j           at most this many fired rows a head; None: all.
       bound           'calibrated' (conformal z), or 'sound' (z = sqrt(R - K), no gate, rounding included).
-      calibration     'prompt': only `calibrate` sets the index; 'decode': also from decode queries, at steps 8, 16, 32, 64.
+      calibration     'prompt': only `calibrate` sets the index; 'decode': also decode queries, at steps 8, 16, 32, 64.
       recall_target   tau, the calibrated share of hard queries whose row is fetched.
       z_max           largest calibrated z, and the provisional one.
       activation      sequences shorter than this many tokens are served dense.
@@ -116,7 +116,7 @@ class CacheSpec:
             raise ValueError(f"ratio={self.ratio!r} must lie in (0, 1]: the kept share of closed rows, 1/32 for 32x")
         if 2 * self.lowpass_bins - 1 >= self.block:
             raise ValueError(
-                f"kappa={self.lowpass_bins} with block={self.block}: 2*kappa-1 must be below block, or sigma is 0 everywhere"
+                f"kappa={self.lowpass_bins} with block={self.block}: 2*kappa-1 must be below block, or sigma is 0"
             )
 
     def _check_choices(self):
