@@ -1,0 +1,89 @@
+"""The figures of the drivers, in colours that every kind of colour vision tells apart."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.rows import atomic
+
+BLUE, GREY, INK = "#0072B2", "#B5B5B5", "#333333"
+
+
+def intact_bars(
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], title: str, highlight: Sequence[str] = ()
+) -> None:
+    """Bars of the share intact: one panel per ratio, one bar per method, Wilson 95% intervals, values as labels.
+
+    Args:
+      rows: summary rows with ``method``, ``ratio``, ``trials``, ``intact``, ``lo`` and ``hi``, in the order to show;
+        a method that has no row at some ratio leaves a gap there. ``intact`` None: unusable, said so in place of a bar.
+      highlight: methods drawn in colour; the others are grey.
+    """
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    ratios = sorted({row["ratio"] for row in rows})
+    figure = Figure(figsize=(1.6 + 2.3 * len(ratios), 1.1 + 0.27 * len(methods)), layout="constrained")
+    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
+    for panel, ratio in zip(panels, ratios, strict=True):
+        for row in rows:
+            if row["ratio"] == ratio:
+                _bar(panel, methods.index(row["method"]), row, BLUE if row["method"] in highlight else GREY)
+        _clean(panel)
+        panel.set(xlim=(0, 1.22), xticks=[0, 0.5, 1])
+        panel.set_title(f"1/{ratio} of the rows kept", fontsize=9, color=INK)
+    panels[0].set_yticks(range(len(methods)), methods)
+    panels[0].set_ylim(len(methods) - 0.4, -0.6)
+    figure.supxlabel("share of trials intact, Wilson 95% interval", fontsize=9, color=INK)
+    figure.suptitle(title, fontsize=10, color=INK)
+    _save(figure, path)
+
+
+def heat_map(
+    path: pathlib.Path,
+    values: np.ndarray,
+    *,
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    row_label: str,
+    column_label: str,
+    title: str,
+) -> None:
+    """A grid of shares in [0, 1] with each value written in its cell; NaN leaves a cell empty."""
+    values = np.asarray(values, np.float64)
+    figure = Figure(figsize=(1.7 + 0.75 * len(columns), 1.2 + 0.42 * len(rows)), layout="constrained")
+    panel = figure.subplots()
+    panel.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            ink = "white" if value < 0.55 else "black"
+            panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
+    _clean(panel)
+    panel.set_xticks(range(len(columns)), [str(column) for column in columns])
+    panel.set_yticks(range(len(rows)), [str(row) for row in rows])
+    panel.set_xlabel(column_label, fontsize=9, color=INK)
+    panel.set_ylabel(row_label, fontsize=9, color=INK)
+    panel.set_title(title, fontsize=10, color=INK)
+    _save(figure, path)
+
+
+def _bar(panel: matplotlib.axes.Axes, place: int, row: Mapping[str, Any], colour: str) -> None:
+    if row["intact"] is None:
+        panel.text(0.02, place, "unusable", va="center", fontsize=8, color=INK)
+        return
+    panel.barh(place, row["intact"], height=0.7, color=colour)
+    for width, ink in ((3, "white"), (1, INK)):  # a halo, so that the interval shows on any bar
+        panel.plot([row["lo"], row["hi"]], [place, place], color=ink, linewidth=width, solid_capstyle="butt")
+    panel.text(max(row["intact"], row["hi"]) + 0.03, place, f"{row['intact']:.2f}", va="center", fontsize=8, color=INK)
+
+
+def _clean(panel: matplotlib.axes.Axes) -> None:
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0, labelsize=8, labelcolor=INK)
+
+
+def _save(figure: Figure, path: pathlib.Path) -> None:
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=160, format=pathlib.Path(path).suffix.lstrip("."))
