@@ -23,7 +23,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ import tqdm
 from absl import flags
 from ml_collections import config_flags
 
+import vestige_jax
 from experiments.rows import Rows, UserError, atomic, write_json
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -168,7 +168,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def provenance() -> dict[str, Any]:
     """Where and with what the rows of one start are made."""
     packages = ("jax", "jaxlib", "flax", "numpy")
-    versions = {"python": sys.version.split()[0], "vestige_jax": _own_version()}
+    versions = {"python": sys.version.split()[0], "vestige_jax": vestige_jax.__version__}
     device = jax.devices()[0]
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -177,13 +177,6 @@ def provenance() -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain")),
     }
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("vestige_jax")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
 def _git(*arguments: str) -> str | None:
@@ -216,8 +209,9 @@ def _split_commas(config: ml_collections.ConfigDict, default: ml_collections.Con
         elif isinstance(value, tuple):
             if all(isinstance(item, str) for item in value):
                 value = tuple(part.strip() for item in value for part in item.split(",") if part.strip())
-            kinds = {type(item) for item in default[name]}
-            if kinds and not {type(item) for item in value} <= kinds:
+            kinds = tuple({type(item) for item in default[name]})
+            kinds += (int,) * (float in kinds)
+            if default[name] and not all(isinstance(item, kinds) for item in value):
                 raise UserError(f"--{here} must be a list like {','.join(map(str, default[name]))}, got {value}")
             config[name] = value
 

@@ -21,6 +21,7 @@ def get_config():
     config.lr = 1e-3
     config.methods = ("dense", "sigma")
     config.ratios = (8, 32)
+    config.depths = (0.1, 0.8)
     config.index = ml_collections.ConfigDict({"rank": 8})
     return config
 """
@@ -65,6 +66,10 @@ def test_overrides_reach_nested_fields_and_lists(config_file):
 def test_a_list_may_be_overridden_by_one_item(config_file):
     got, _ = parse(config_file, "--config.ratios=8", "--config.methods=sigma")
     assert (got.ratios, got.methods) == ((8,), ("sigma",))
+
+
+def test_whole_numbers_will_do_for_fractions(config_file):
+    assert parse(config_file, "--config.depths=0,1")[0].depths == (0, 1)
 
 
 def test_output_folder_is_named_after_the_config(config_file):
