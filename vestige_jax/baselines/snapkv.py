@@ -1,0 +1,35 @@
+"""SnapKV (Li et al., arXiv 2404.14469): the rows that the end of the prompt looks at, and their neighbours."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vestige_jax.baselines.observed import Observed, Selector
+
+
+def snapkv(window: int = 32, kernel: int = 7) -> Selector:
+    """Softmax weights of the last `window` queries, summed over heads, averaged over `kernel` positions (VestigeKV §5).
+
+    A query sees the closed rows up to its own position; the average counts zeros beyond either end.
+    Raises ValueError for an even kernel or a window of no queries.
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel} must be odd, so that an average is centred on its row")
+    if window < 1:
+        raise ValueError(f"window={window} must be at least 1 query")
+
+    def score(observed: Observed):
+        total = jnp.where(observed.live, window_mass(observed, window), 0.0)
+        return lax.reduce_window(total, 0.0, lax.add, (1, kernel), (1, 1), "SAME") / kernel
+
+    return score
+
+
+def window_mass(observed: Observed, window: int) -> jax.Array:
+    """Softmax weight of every row, summed over the last `window` queries and all heads: float32 [B, A]."""
+    queries, positions = observed.queries[:, -window:], observed.positions[:, -window:]
+    rows = observed.rows.astype(jnp.float32)
+    scores = jnp.einsum("bthc,bsc->bths", queries.astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
+    seen = observed.live[:, None] & (observed.position <= positions[..., None])
+    weights = jax.nn.softmax(observed.spec.scale * scores, axis=-1, where=seen[:, :, None])
+    return jnp.where(seen.any(-1)[..., None, None], weights, 0.0).sum((1, 2))
