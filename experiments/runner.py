@@ -15,6 +15,7 @@ A driver reads top to bottom::
         launch(main)
 """
 
+import contextlib
 import csv
 import datetime
 import hashlib
@@ -55,6 +56,15 @@ def launch(main: Callable[[ml_collections.ConfigDict, pathlib.Path], None], argv
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped: the same command goes on where this run ended")
+
+
+@contextlib.contextmanager
+def reading_input() -> Iterator[None]:
+    """Inside, a ValueError or a file that cannot be read is the user's mistake: methods, checkpoints, texts."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, pathlib.Path]:

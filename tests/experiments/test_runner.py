@@ -116,6 +116,15 @@ def test_launch_leaves_other_errors_alone(config_file):
         runner.launch(main, ["driver", f"--config={config_file}"])
 
 
+def test_launch_answers_bad_input_in_one_sentence(config_file):
+    def main(config, out):
+        with runner.reading_input():
+            open(out / "no_such_checkpoint")
+
+    with pytest.raises(SystemExit, match="^error: .*No such file.*no_such_checkpoint"):
+        runner.launch(main, ["driver", f"--config={config_file}"])
+
+
 def test_help_names_the_flags(capsys):
     runner.launch(lambda config, out: pytest.fail("main was called"), ["driver", "--help"])
     assert "--config.NAME=VALUE" in capsys.readouterr().out
