@@ -119,7 +119,7 @@ def test_launch_leaves_other_errors_alone(config_file):
 def test_launch_answers_bad_input_in_one_sentence(config_file):
     def main(config, out):
         with runner.reading_input():
-            open(out / "no_such_checkpoint")
+            (out / "no_such_checkpoint").read_text()
 
     with pytest.raises(SystemExit, match="^error: .*No such file.*no_such_checkpoint"):
         runner.launch(main, ["driver", f"--config={config_file}"])
