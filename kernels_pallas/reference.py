@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.parts import Part, empty, merge
+from kernels_pallas.words import to_floats
 
 Array = jax.Array
 
@@ -84,10 +85,10 @@ def fold_chunks(fold, carry, length: Array, rows: Array):
     if slots == 0:
         return carry
     if slots == size:
-        return fold(carry, rows, 0, 0)
+        return fold(carry, to_floats(rows), 0, 0)
 
     def body(i, carry):
         start = jnp.minimum(i * size, slots - size)
-        return fold(carry, lax.dynamic_slice_in_dim(rows, start, size, 1), start, i * size)
+        return fold(carry, to_floats(lax.dynamic_slice_in_dim(rows, start, size, 1)), start, i * size)
 
     return lax.fori_loop(0, -(-jnp.max(length) // size), body, carry)

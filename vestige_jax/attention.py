@@ -18,14 +18,14 @@ def over(spec: CacheSpec, query: Array, rows: Array, count: Array) -> Part:
 
 def attended(spec: CacheSpec, cache: Cache, query: Array) -> Part:
     """Attention over the attended tier: kept rows and tail."""
-    tier1 = over(spec, query, cache.tier1.rows, cache.tier1.count)
-    return merge(tier1, over(spec, query, cache.tail.rows, cache.tail.length))
+    tier1 = over(spec, query, cache.tier1.words, cache.tier1.count)
+    return merge(tier1, over(spec, query, cache.tail.words, cache.tail.length))
 
 
 def dense(spec: CacheSpec, cache: Cache, query: Array) -> Part:
     """Attention over every row: what the cache serves on overflow and below `activation`."""
-    closed = over(spec, query, cache.archive.rows, cache.archive.closed)
-    return merge(closed, over(spec, query, cache.tail.rows, cache.tail.length))
+    closed = over(spec, query, cache.archive.words, cache.archive.closed)
+    return merge(closed, over(spec, query, cache.tail.words, cache.tail.length))
 
 
 def attend_chunk(
@@ -64,8 +64,8 @@ def _mass(spec, cache, query, rows, causal, lse) -> Array:
     chunk_at = length(cache)[:, None] + jnp.arange(time)
     total = jnp.zeros((batch, spec.capacity), jnp.float32)
     total = total.at[:, : spec.archive_rows].add(
-        reference.mass(query, cache.archive.rows, cache.archive.closed, lse, scale=spec.scale)
+        reference.mass(query, cache.archive.words, cache.archive.closed, lse, scale=spec.scale)
     )
-    tail = reference.mass(query, cache.tail.rows, cache.tail.length, lse, scale=spec.scale)
+    tail = reference.mass(query, cache.tail.words, cache.tail.length, lse, scale=spec.scale)
     chunk = reference.mass(query, rows, causal, lse, scale=spec.scale)
     return total.at[each, tail_at].add(tail, mode="drop").at[each, chunk_at].add(chunk, mode="drop")

@@ -9,10 +9,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.words import to_floats, word_dtype
 from vestige_jax import checks
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
+
+
+class _Rows:
+    """Rows stored as integer words, so that every move is bit-exact (see kernels_pallas.words)."""
+
+    words: Array
+
+    @property
+    def rows(self) -> Array:
+        """The same bits as floats of the row dtype."""
+        return to_floats(self.words)
 
 
 def _pytree(cls):
@@ -20,27 +32,27 @@ def _pytree(cls):
 
 
 @_pytree
-class Tail:
+class Tail(_Rows):
     """Rows of the block being filled: always attended."""
 
-    rows: Array  # [B, block, C] row dtype
+    words: Array  # [B, block, C] bits of the rows
     length: Array  # [B] int32, below block between calls
 
 
 @_pytree
-class Tier1:
+class Tier1(_Rows):
     """A compact copy of the kept rows, in position order."""
 
-    rows: Array  # [B, M, C] row dtype
+    words: Array  # [B, M, C] bits of the rows
     position: Array  # [B, M] int32, -1 past count
     count: Array  # [B] int32
 
 
 @_pytree
-class Archive:
+class Archive(_Rows):
     """Every closed row, bit-exact, in position order; only ever appended to."""
 
-    rows: Array  # [B, A, C] row dtype
+    words: Array  # [B, A, C] bits of the rows
     sigma: Array  # [B, A] float32, high-frequency energy of the branch
     kept: Array  # [B, A] bool, also in tier 1
     closed: Array  # [B] int32, a multiple of block
@@ -84,16 +96,17 @@ def init(spec: CacheSpec, batch: int) -> Cache:
     """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
     checks.require(isinstance(batch, int) and batch > 0, f"batch={batch!r} must be a positive integer")
     rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
+    word = word_dtype(spec.dtype)
     basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
     return Cache(
-        tail=Tail(jnp.zeros((batch, spec.block, rows), spec.dtype), jnp.zeros(batch, jnp.int32)),
+        tail=Tail(jnp.zeros((batch, spec.block, rows), word), jnp.zeros(batch, jnp.int32)),
         tier1=Tier1(
-            jnp.zeros((batch, kept, rows), spec.dtype),
+            jnp.zeros((batch, kept, rows), word),
             jnp.full((batch, kept), -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),
         ),
         archive=Archive(
-            jnp.zeros((batch, slots, rows), spec.dtype),
+            jnp.zeros((batch, slots, rows), word),
             jnp.zeros((batch, slots), jnp.float32),
             jnp.zeros((batch, slots), bool),
             jnp.zeros(batch, jnp.int32),

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.reference import CHUNK
+from kernels_pallas.words import select, set_row, take_rows, to_floats
 from vestige_jax import checks
 from vestige_jax import index as indexing
-from vestige_jax.cache import Cache, Calibration, Index
+from vestige_jax.cache import Cache, Index
+from vestige_jax.control import when
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -88,7 +90,7 @@ def rebuild(spec: CacheSpec, cache: Cache, basis: Array) -> Cache:
 
     def one_block(i, index: Index) -> Index:
         start = i * spec.block
-        rows = lax.dynamic_slice_in_dim(cache.archive.rows, start, spec.block, 1)
+        rows = to_floats(lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1))
         code, bound = indexing.encode(spec, basis, rows)
         return Index(
             basis,
@@ -111,17 +113,17 @@ def observe(spec: CacheSpec, cache: Cache, query: Array, position: Array) -> Sam
     nowhere = jnp.full(position.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
     start = (nothing, nowhere, nothing, nowhere, nothing, jnp.zeros_like(nothing))
     archive, tail = cache.archive, cache.tail
-    state = _fold_chunks(fold, start, archive.rows, archive.kept, archive.closed, jnp.zeros_like(archive.closed))
-    everywhere = jnp.ones(tail.rows.shape[:2], bool)
-    state = _fold_chunks(fold, state, tail.rows, everywhere, tail.length, archive.closed)
+    state = _fold_chunks(fold, start, archive.words, archive.kept, archive.closed, jnp.zeros_like(archive.closed))
+    everywhere = jnp.ones(tail.words.shape[:2], bool)
+    state = _fold_chunks(fold, state, tail.words, everywhere, tail.length, archive.closed)
     peak, peak_at, best, target, lse, mean = state
     entropy = jnp.where(jnp.isneginf(lse), 0.0, lse - mean)
     return Samples(position >= 0, peak, peak_at, entropy, best, target)
 
 
-def _fold_chunks(fold, state, rows, kept, count, offset):
-    """Fold over chunks of rows [B, S, C]; `count` of them exist, the first at position offset [B]."""
-    slots = rows.shape[1]
+def _fold_chunks(fold, state, words, kept, count, offset):
+    """Fold over chunks of words [B, S, C]; `count` of them exist, the first at position offset [B]."""
+    slots = words.shape[1]
     size = min(CHUNK, slots)
     if slots == 0:
         return state
@@ -131,7 +133,7 @@ def _fold_chunks(fold, state, rows, kept, count, offset):
         slot = start + jnp.arange(size)
         new = (slot >= i * size) & (slot < count[:, None])  # the last chunk overlaps the one before
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
-        return fold(state, part(rows), part(kept), new, offset[:, None] + slot)
+        return fold(state, to_floats(part(words)), part(kept), new, offset[:, None] + slot)
 
     return lax.fori_loop(0, -(-count.max() // size), body, state)
 
@@ -167,8 +169,8 @@ def required_z(spec: CacheSpec, cache: Cache, query: Array, samples: Samples) ->
     if spec.archive_rows == 0:
         return jnp.full(samples.best.shape, jnp.inf)
     at = jnp.clip(samples.target, 0, spec.archive_rows - 1)
-    row = jnp.take_along_axis(archive.rows[..., spec.latent_dim :], at[..., None], axis=1).astype(jnp.float32)
-    code = jnp.take_along_axis(index.code, at[..., None], axis=1).astype(jnp.float32)
+    row = to_floats(take_rows(archive.words, at))[..., spec.latent_dim :].astype(jnp.float32)
+    code = take_rows(index.code, at).astype(jnp.float32)
     eta = jnp.take_along_axis(index.bound[:, 0], at, axis=1)
     known = (probe.branch * row).sum(-1) + (probe.sketch * code).sum(-1)
     certificate = probe.residual[..., 0] * eta
@@ -215,16 +217,15 @@ def observe_decode(spec: CacheSpec, cache: Cache, query: Array, position: Array,
     """Buffer a decode query [B, H, C] and calibrate at steps 8, 16, 32 and 64, until it holds (§3, mode b)."""
     held = cache.calibration
     slot = jnp.where(active & ~held.installed, held.count, spec.query_buffer)
-    each = jnp.arange(slot.shape[0])
     held = dataclasses.replace(
         held,
-        queries=held.queries.at[each, slot].set(query.astype(spec.dtype), mode="drop"),
-        positions=held.positions.at[each, slot].set(position, mode="drop"),
+        queries=set_row(held.queries, query.astype(spec.dtype), slot),
+        positions=set_row(held.positions, position, slot),
         count=held.count + (slot < spec.query_buffer),
     )
     cache = dataclasses.replace(cache, calibration=held)
     due = (slot < spec.query_buffer) & jnp.isin(held.count, jnp.asarray(DECODE_STEPS))
-    return lax.cond(due.any(), functools.partial(_try_install, spec), lambda cache, due: cache, cache, due)
+    return when(due.any(), lambda cache: _try_install(spec, cache, due), cache)
 
 
 def _try_install(spec: CacheSpec, cache: Cache, due: Array) -> Cache:
@@ -232,9 +233,7 @@ def _try_install(spec: CacheSpec, cache: Cache, due: Array) -> Cache:
     tried = _calibrate(spec, cache, held.queries, held.positions)
     install = due & (~tried.calibration.clamped | (held.count == DECODE_STEPS[-1]))
 
-    def choose(new, old):
-        return jnp.where(install.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
+    choose = functools.partial(select, install)
     index = jax.tree.map(choose, tried.index, cache.index)
-    calibration: Calibration = jax.tree.map(choose, tried.calibration, held)
+    calibration = jax.tree.map(choose, tried.calibration, held)
     return dataclasses.replace(cache, index=index, calibration=calibration)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import Part, merge
+from kernels_pallas.words import select, set_row, take_rows, to_words
 from vestige_jax import attention, calibration, checks, partition
 from vestige_jax.cache import Cache, Tail, length
 from vestige_jax.checks import Fault
@@ -75,23 +76,25 @@ def _append(spec, cache, rows, lengths):
     first = cache.tail.length
     before = cache.archive.closed
 
+    words = to_words(rows)
+
     def one_block(i, cache):
-        return partition.close_full(spec, _fill_tail(spec, cache, rows, first, total, i))
+        return partition.close_full(spec, _fill_tail(spec, cache, words, first, total, i))
 
     cache = lax.fori_loop(0, 1 + total.max() // spec.block, one_block, cache)
     return partition.rerank_closed(spec, before, cache)
 
 
-def _fill_tail(spec, cache, rows, first, total, i) -> Cache:
+def _fill_tail(spec, cache, words, first, total, i) -> Cache:
     """Write into the tail block i of the stream [old tail | rows]; `first` rows were in it, `total` will be."""
-    if rows.shape[1] == 0:
+    if words.shape[1] == 0:
         return cache
     source = i * spec.block + jnp.arange(spec.block) - first[:, None]
     new = (source >= 0) & (source < (total - first)[:, None])
-    incoming = jnp.take_along_axis(rows, jnp.clip(source, 0, rows.shape[1] - 1)[..., None], axis=1)
+    incoming = take_rows(words, source)
     filled = jnp.clip(total - i * spec.block, 0, spec.block)
     tail = Tail(
-        jnp.where(new[..., None], incoming, cache.tail.rows),
+        select(new, incoming, cache.tail.words),
         jnp.where(total >= i * spec.block, filled, cache.tail.length),
     )
     return dataclasses.replace(cache, tail=tail)
@@ -140,7 +143,7 @@ def _attend(spec, cache, query):
 
 def _swap_dense(spec, cache, query, which, part) -> Part:
     full = attention.dense(spec, cache, query)
-    return jax.tree.map(lambda d, p: jnp.where(which.reshape(-1, *[1] * (p.ndim - 1)), d, p), full, part)
+    return jax.tree.map(lambda d, p: select(which, d, p), full, part)
 
 
 def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
@@ -193,8 +196,7 @@ def _step(spec, cache, query, row, active):
     position = length(cache)
     cache = dataclasses.replace(cache, tail=_write_row(spec, cache.tail, row, written))
     out, stats = _attend(spec, cache, jnp.where(finite[:, None, None], query, 0))
-    before = cache.archive.closed
-    cache = partition.rerank_closed(spec, before, partition.close_full(spec, cache))
+    cache = partition.rerank_closed(spec, cache.archive.closed, partition.close_full(spec, cache, reader=out))
     if spec.calibration == "decode":
         cache = calibration.observe_decode(spec, cache, query, position, written)
     return jnp.where(active[:, None, None], out, 0), stats, cache
@@ -202,5 +204,4 @@ def _step(spec, cache, query, row, active):
 
 def _write_row(spec, tail: Tail, row: Array, written: Array) -> Tail:
     slot = jnp.where(written, tail.length, spec.block)  # out of range: dropped
-    rows = tail.rows.at[jnp.arange(slot.shape[0]), slot].set(row, mode="drop")
-    return Tail(rows, tail.length + written)
+    return Tail(set_row(tail.words, to_words(row), slot), tail.length + written)

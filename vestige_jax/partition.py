@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas.words import select, set_row, take_rows
 from vestige_jax import checks
 from vestige_jax import index as indexing
 from vestige_jax.cache import Cache, Tier1, length
+from vestige_jax.control import after, when
 from vestige_jax.sigma import sigma
 from vestige_jax.spec import CacheSpec, keep_count
 
@@ -34,6 +36,8 @@ def keep(sigma: Array, closed: Array, *, ratio: float | None, budget: int | None
     checks.require((ratio is None) != (budget is None), f"ratio={ratio!r}, budget={budget!r}: give exactly one of them")
     checks.require(ratio is None or 0 < ratio <= 1, f"ratio={ratio!r} must lie in (0, 1]")
     checks.require(budget is None or budget >= 1, f"budget={budget!r} must be at least 1")
+    checks.require(sinks >= 0, f"sinks={sinks!r} must be at least 0")
+    sigma, closed = jnp.asarray(sigma), jnp.asarray(closed)
     slots = sigma.shape[-1]
     counts = np.array([keep_count(n, ratio, budget) for n in range(slots + 1)], np.int32)
     return top_rows(sigma, closed, jnp.asarray(counts)[closed], int(counts[-1]), sinks)
@@ -47,7 +51,8 @@ def top_rows(score: Array, closed: Array, count: Array, most: int, sinks: int) -
     first = live & (position < sinks)
     if slots == 0:
         return first
-    _, order = lax.top_k(jnp.where(live & ~first, score.astype(jnp.float32), -jnp.inf), min(most, slots))
+    score = jnp.maximum(score.astype(jnp.float32), jnp.finfo(jnp.float32).min)  # -inf would tie with what isn't there
+    _, order = lax.top_k(jnp.where(live & ~first, score, -jnp.inf), min(most, slots))
     chosen = jnp.arange(order.shape[-1]) < count[..., None]
     picked = jnp.put_along_axis(jnp.zeros(score.shape, bool), order, chosen, axis=-1, inplace=False)
     return first | (picked & live)
@@ -72,12 +77,16 @@ def _close(spec, cache):
     return rerank(spec, close_full(spec, cache), jnp.ones(cache.fault.shape, bool))
 
 
-def close_full(spec: CacheSpec, cache: Cache) -> Cache:
-    """Move every full tail to the archive, with sigma and index entry; no re-rank."""
+def close_full(spec: CacheSpec, cache: Cache, reader: Array | None = None) -> Cache:
+    """Move every full tail to the archive, with sigma and index entry; no re-rank.
+
+    `reader` is what this step read from the cache: the archive is then written in place once that is known.
+    """
     if spec.archive_rows == 0:
         return cache
     full = cache.tail.length == spec.block
-    return lax.cond(full.any(), functools.partial(_archive_tails, spec), lambda cache, full: cache, cache, full)
+    any_full = full.any() if reader is None else after(full.any(), reader)
+    return when(any_full, lambda cache: _archive_tails(spec, cache, full), cache)
 
 
 def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
@@ -91,7 +100,7 @@ def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
         tail=dataclasses.replace(cache.tail, length=jnp.where(full, 0, cache.tail.length)),
         archive=dataclasses.replace(
             archive,
-            rows=_write_block(archive.rows, rows, target, blocks),
+            words=_write_block(archive.words, cache.tail.words, target, blocks),
             sigma=_write_block(archive.sigma, score, target, blocks),
             closed=archive.closed + jnp.where(full, spec.block, 0),
         ),
@@ -109,7 +118,7 @@ def _write_block(buffer: Array, values: Array, target: Array, blocks: int) -> Ar
     """buffer [B, blocks*block, ...] with block target[b] of sequence b replaced by values [B, block, ...]."""
     batch = buffer.shape[0]
     split = buffer.reshape(batch, blocks, values.shape[1], *buffer.shape[2:])
-    return split.at[jnp.arange(batch), target].set(values, mode="drop").reshape(buffer.shape)
+    return set_row(split, values, target).reshape(buffer.shape)
 
 
 def _method() -> str:
@@ -119,7 +128,7 @@ def _method() -> str:
 def rerank_closed(spec: CacheSpec, before: Array, cache: Cache) -> Cache:
     """Re-rank the sequences that closed a block since `before`, their closed counts then: int32 [B]."""
     which = cache.archive.closed > before
-    return lax.cond(which.any(), functools.partial(rerank, spec), lambda cache, which: cache, cache, which)
+    return when(which.any(), lambda cache: rerank(spec, cache, which), cache)
 
 
 def rerank(spec: CacheSpec, cache: Cache, which: Array) -> Cache:
@@ -152,8 +161,8 @@ def _keep_set(spec, cache, kept):
 def _fill_tier1(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:
     position, count = members(kept, spec.tier1_rows)
     filled = position < spec.archive_rows
-    rows = jnp.take_along_axis(cache.archive.rows, jnp.where(filled, position, 0)[..., None], axis=1)
-    tier1 = Tier1(jnp.where(filled[..., None], rows, 0), jnp.where(filled, position, -1), count)
+    rows = take_rows(cache.archive.words, position)
+    tier1 = Tier1(select(filled, rows, jnp.zeros_like(rows)), jnp.where(filled, position, -1), count)
     return dataclasses.replace(cache, tier1=tier1, archive=dataclasses.replace(cache.archive, kept=kept))
 
 

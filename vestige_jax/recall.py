@@ -9,6 +9,7 @@ from jax import lax
 
 import kernels_pallas
 from kernels_pallas import Part, empty
+from kernels_pallas.words import take_rows, to_floats
 from vestige_jax import attention
 from vestige_jax import index as indexing
 from vestige_jax.cache import Cache
@@ -59,7 +60,7 @@ def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array)
     """Best margin of every archived row over the heads: float32 [B, A], -inf for kept and unwritten rows."""
     archive, index = cache.archive, cache.index
     return kernels_pallas.scan(
-        *probe, threshold, archive.rows, index.code, index.bound, ~archive.kept, archive.closed,
+        *probe, threshold, archive.words, index.code, index.bound, ~archive.kept, archive.closed,
         implementation=spec.implementation,
     )  # fmt: skip
 
@@ -86,15 +87,15 @@ def _fetch_width(spec, width, cache, query, probe, threshold, fired) -> tuple[Pa
     position, count = members(fired, width)
     if spec.top_j is not None:
         position, count = _top_j(spec, cache, probe, threshold, position, count)
-    return attention.over(spec, query, _gather(cache.archive.rows, position), count), count
+    return attention.over(spec, query, take_rows(cache.archive.words, position), count), count
 
 
 def _top_j(spec, cache, probe, threshold, position, count) -> tuple[Array, Array]:
     """Of the fetch list, the rows that are among some head's `top_j` fired scores; still ascending (§3)."""
     width = position.shape[1]
     score = probe_scores(
-        probe, _gather(cache.archive.rows, position), _gather(cache.index.code, position),
-        jnp.moveaxis(_gather(jnp.moveaxis(cache.index.bound, 1, 2), position), 2, 1),
+        probe, to_floats(take_rows(cache.archive.words, position)), take_rows(cache.index.code, position),
+        jnp.moveaxis(take_rows(jnp.moveaxis(cache.index.bound, 1, 2), position), 2, 1),
     )  # fmt: skip
     fires = (score >= threshold[..., None]) & (jnp.arange(width) < count[:, None, None])
     best, order = lax.top_k(jnp.where(fires, score, -jnp.inf), min(spec.top_j, width))
@@ -110,8 +111,3 @@ def probe_scores(probe: indexing.Probe, rows: Array, code: Array, bound: Array) 
     score = einsum("bqp,bsp->bqs", probe.branch, branch.astype(jnp.float32))
     score += einsum("bqk,bsk->bqs", probe.sketch, code.astype(jnp.float32))
     return score + einsum("bqe,bes->bqs", probe.residual, bound)
-
-
-def _gather(values: Array, position: Array) -> Array:
-    """values [B, A, ...] at position [B, W]; positions past A repeat the last row (the caller masks by count)."""
-    return jnp.take_along_axis(values, jnp.minimum(position, values.shape[1] - 1)[..., None], axis=1)

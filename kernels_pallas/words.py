@@ -1,0 +1,45 @@
+"""Rows as integer words: moved bit-exactly whatever a backend does to 16-bit floats.
+
+XLA on a CPU slices, gathers and updates a bfloat16 buffer by way of float32, all of it, every time; a TPU copies
+single rows only as 32-bit words. So rows are stored as words (uint16 for bfloat16, uint32 for float32), and become
+floats chunk by chunk, where they are read.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+_FLOAT = {"uint16": jnp.bfloat16, "uint32": jnp.float32}
+_WORD = {2: jnp.uint16, 4: jnp.uint32}
+
+
+def word_dtype(dtype) -> jnp.dtype:
+    """The unsigned integer as wide as a row dtype."""
+    return jnp.dtype(_WORD[jnp.dtype(dtype).itemsize])
+
+
+def to_words(rows: Array) -> Array:
+    """The bits of bfloat16 or float32 rows."""
+    return lax.bitcast_convert_type(rows, word_dtype(rows.dtype))
+
+
+def to_floats(words: Array) -> Array:
+    """bfloat16 of uint16, float32 of uint32; floats stay as they are."""
+    return lax.bitcast_convert_type(words, _FLOAT[words.dtype.name]) if words.dtype.name in _FLOAT else words
+
+
+def take_rows(values: Array, position: Array) -> Array:
+    """values [B, S, ...] at position int [B, W]: [B, W, ...]; positions outside [0, S) are clamped."""
+    return jax.vmap(lambda v, p: jnp.take(v, p, axis=0, mode="clip"))(values, position)
+
+
+def set_row(values: Array, new: Array, slot: Array) -> Array:
+    """values [B, S, ...] with row slot[b] of sequence b replaced by new [B, ...]; a slot past S changes nothing."""
+    return values.at[jnp.arange(values.shape[0]), slot].set(new, mode="drop")
+
+
+def select(which: Array, new: Array, old: Array) -> Array:
+    """new where which (its axes lead), else old."""
+    return jnp.where(which.reshape(*which.shape, *[1] * (new.ndim - which.ndim)), new, old)

@@ -1,0 +1,24 @@
+"""Control flow that does not copy what it carries."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def when(condition: jax.Array, update, carry):
+    """update(carry) if the condition (bool []) holds, else carry.
+
+    A loop of one round or none, because XLA updates the carry of a loop in place where it copies that of a conditional:
+    for a cache that would be every row, every step.
+    """
+    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: update(carry), carry)
+
+
+def after(condition: jax.Array, value: jax.Array) -> jax.Array:
+    """The condition (bool []), known only once the float32 `value` is.
+
+    An update under it can write in place: all that led to `value` has been read. (XLA drops an optimization barrier
+    before it decides on copies; this dependence is one of data, true for every value.)
+    """
+    always = jnp.maximum(lax.bitcast_convert_type(value.ravel()[0], jnp.int32), 1) > 0
+    return condition & always
