@@ -71,7 +71,7 @@ class Index:
 class Calibration:
     """z and the entropy gate of a sequence, and the decode queries awaiting calibration."""
 
-    z: Array  # [B] float32, in units of bound / sqrt(R - K)
+    z: Array  # [B] float32, multiplies residual * bound (1 in the sound mode)
     threshold: Array  # [B] float32 nats; a head is open above it
     clamped: Array  # [B] bool: too few hard samples, z = z_max
     queries: Array  # [B, N, H, C] row dtype; N = 64, or 0 when only `calibrate` calibrates
@@ -117,9 +117,9 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             jnp.zeros((batch, spec.certificate_terms, slots), jnp.float32),
         ),
         calibration=Calibration(
-            jnp.full(batch, spec.z_max, jnp.float32),
+            jnp.full(batch, spec.provisional_z, jnp.float32),
             jnp.full(batch, -jnp.inf, jnp.float32),
-            jnp.ones(batch, bool),
+            jnp.full(batch, spec.bound == "calibrated"),
             jnp.zeros((batch, spec.query_buffer, spec.num_heads, rows), spec.dtype),
             jnp.full((batch, spec.query_buffer), -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),

@@ -75,8 +75,9 @@ def _calibrate(spec, cache, queries, positions):
     need = required_z(spec, cache, query, samples)
     z, clamped = conformal_z(need, samples.hard, spec)
     threshold = gate_threshold(samples, clamped, spec)
-    if spec.bound == "sound":  # the prepared residual is the bound itself
-        z, clamped, threshold = jnp.ones_like(z), jnp.zeros_like(clamped), jnp.full_like(z, -jnp.inf)
+    if spec.bound == "sound":  # nothing to calibrate but the basis
+        z, clamped = jnp.full_like(z, spec.provisional_z), jnp.zeros_like(clamped)
+        threshold = jnp.full_like(z, -jnp.inf)
     calibration = dataclasses.replace(
         cache.calibration, z=z, threshold=threshold, clamped=clamped, installed=jnp.ones_like(clamped)
     )

@@ -163,6 +163,11 @@ class CacheSpec:
         return 2 if self.bound == "sound" else 1
 
     @property
+    def provisional_z(self) -> float:
+        """z before calibration. In the sound mode z is 1 and stays so: the prepared residual is the bound itself."""
+        return 1.0 if self.bound == "sound" else self.z_max
+
+    @property
     def query_buffer(self) -> int:
         """Decode queries held for calibration."""
         return 64 if self.calibration == "decode" else 0
