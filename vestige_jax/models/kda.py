@@ -31,8 +31,8 @@ class KDAState:
     """What one KDA layer carries from token to token.
 
     memory: float32 [B, H, K, V], the recurrent state (key axis first).
-    window: [B, W-1, 3, H, K], the last W-1 inputs of the short convolutions of q, k and v, oldest first; zeros before the
-      first token.
+    window: [B, W-1, 3, H, K], the last W-1 inputs of the short convolutions of q, k and v, oldest first; zeros before
+      the first token.
     """
 
     memory: Array
@@ -47,8 +47,10 @@ def recur(q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array) ->
     return jnp.einsum("bhkv,bhk->bhv", memory, q), memory
 
 
-def chunked(q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array, chunk: int = CHUNK) -> tuple[Array, Array]:
-    """The recurrence over T tokens, C = `chunk` of them at a time.
+def chunked(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array, chunk: int = CHUNK
+) -> tuple[Array, Array]:
+    """The recurrence over T tokens, C = `chunk` of them at a time (a power of two).
 
     With G the running sum of g inside a chunk, D_ij = exp(G_i - G_j) per key channel, A_ij = beta_i <k_i, D_ij k_j> for
     j < i, and X = (I + A)^-1:
@@ -59,15 +61,15 @@ def chunked(q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array, 
 
     Every exponent is a difference that cannot be positive, so no decay is too fast for float32.
 
-    Args: q, k, g [B,T,H,K]; v [B,T,H,V]; beta [B,T,H]; memory [B,H,K,V]; float32. A token with g = 0 and beta = 0 leaves
-      the memory as it is: that is how padding is passed.
+    Args: q, k, g [B,T,H,K]; v [B,T,H,V]; beta [B,T,H]; memory [B,H,K,V]; float32. A token with g = 0 and beta = 0
+      leaves the memory as it is: that is how padding is passed.
     Returns: (o [B,T,H,V], memory).
     """
     length = q.shape[1]
     q, k, v, g, beta = (_split(x, chunk) for x in (q, k, v, g, beta[..., None]))
     total = jnp.cumsum(g, axis=-2)
-    among_keys, among_queries = _pairs(q, k, total)
-    solved = _solve(beta * among_keys, beta * jnp.concatenate([v, jnp.exp(total) * k], axis=-1))
+    inverse, among_queries = _triangles(q, k, beta, total)
+    solved = inverse @ (beta * jnp.concatenate([v, jnp.exp(total) * k], axis=-1))
     u, y = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     last = total[..., -1:, :]
     steps = (u, y, jnp.exp(total) * q, jnp.exp(last - total) * k, jnp.exp(last[..., 0, :]), among_queries)
@@ -84,20 +86,43 @@ def _split(x: Array, chunk: int) -> Array:
     return jnp.transpose(x.reshape(batch, -1, chunk, heads, width), (1, 0, 3, 2, 4))
 
 
-def _pairs(q: Array, k: Array, total: Array) -> tuple[Array, Array]:
-    """<k_i, D_ij k_j> for j < i and <q_i, D_ij k_j> for j <= i, zero elsewhere: [..., C, C]."""
-    below = jnp.tril(jnp.ones((k.shape[-2],) * 2, bool))
-    exponent = total[..., :, None, :] - total[..., None, :, :]
-    # The upper triangle would overflow; it is replaced before the exponential so that its gradient is finite too.
-    decayed = jnp.exp(jnp.where(below[..., None], exponent, 0.0)) * k[..., None, :, :]
-    keys = jnp.sum(decayed * k[..., :, None, :], axis=-1)
-    queries = jnp.sum(decayed * q[..., :, None, :], axis=-1)
-    return jnp.tril(keys, -1), jnp.where(below, queries, 0.0)
+def _triangles(q: Array, k: Array, beta: Array, total: Array) -> tuple[Array, Array]:
+    """(I + A)^-1 with A_ij = beta_i <k_i, D_ij k_j> for j < i, and <q_i, D_ij k_j> for j <= i: two [..., C, C].
+
+    Built by doubling: two solved diagonal blocks of size s and the s x s block below them give one of size 2s,
+
+        [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+
+    The decay between the halves splits at the first token of the second one, D_ij = exp(G_i - G_a) exp(G_a - G_j) with
+    j < a <= i: matrix products only, and still no positive exponent. (A power series of A would be as short, but loses all
+    its digits on repeated keys.)
+    """
+    chunk = k.shape[-2]
+    inverse = jnp.ones((*k.shape[:-1], 1, 1), k.dtype)
+    among_queries = jnp.sum(q * k, axis=-1)[..., None, None]
+    size = 1
+    while size < chunk:
+        (_, q1), (k0, k1), (_, b1), (g0, g1) = (_halves(x, size) for x in (q, k, beta, total))
+        anchor = g1[..., :1, :]
+        left, fall = jnp.swapaxes(k0 * jnp.exp(anchor - g0), -1, -2), jnp.exp(g1 - anchor)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = second @ (b1 * fall * k1 @ left) @ first
+        inverse = _join(first, -below, second)
+        among_queries = _join(among_queries[..., 0::2, :, :], fall * q1 @ left, among_queries[..., 1::2, :, :])
+        size *= 2
+    return inverse[..., 0, :, :], among_queries[..., 0, :, :]
 
 
-def _solve(lower: Array, right: Array) -> Array:
-    """(I + lower)^-1 right by forward substitution; a power series of `lower` loses all digits on repeated keys."""
-    return jax.scipy.linalg.solve_triangular(lower, right, lower=True, unit_diagonal=True)
+def _halves(x: Array, size: int) -> tuple[Array, Array]:
+    """First and second half of every block of 2 * size tokens: [..., C, K] -> two [..., C / (2 size), size, K]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _join(first: Array, below: Array, second: Array) -> Array:
+    """[[first, 0], [below, second]]."""
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
 def _advance(memory: Array, step) -> tuple[Array, Array]:
