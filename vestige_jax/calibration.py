@@ -59,7 +59,7 @@ def calibrate(spec: CacheSpec, cache: Cache, queries: Array, positions: Array) -
     checks.shape("queries", queries, (batch, None, spec.num_heads, spec.row_dim), "[B, N, H, C]")
     checks.shape("positions", positions, (batch, queries.shape[1]), "[B, N]")
     checks.integer("positions", positions)
-    checks.finite("queries", queries)
+    checks.finite("queries", queries, spec.dtype)
     return _calibrate(spec, cache, queries, jnp.asarray(positions))
 
 

@@ -48,10 +48,12 @@ def integer(name: str, array):
     require(jnp.issubdtype(kind, jnp.integer), f"{name} has dtype {kind}; expected integers")
 
 
-def finite(name: str, array):
-    """Raise, when values are known, if any is NaN or infinite."""
-    if concrete(array):
-        require(bool(jnp.isfinite(array).all()), f"{name} holds NaN or infinite values; every value must be finite")
+def finite(name: str, array, dtype=None, where=True):
+    """Raise, when values are known, if any (`where` its leading axes are true) is NaN or infinite in the dtype."""
+    if concrete(array, where):
+        trailing = tuple(range(jnp.ndim(where), jnp.ndim(array)))
+        good = jnp.isfinite(jnp.asarray(array, dtype)).all(trailing) | ~jnp.asarray(where)
+        require(bool(good.all()), f"{name} holds NaN or infinite values; every value must be finite")
 
 
 def lengths(name: str, values, batch: int, most: int):
@@ -65,7 +67,7 @@ def lengths(name: str, values, batch: int, most: int):
 
 def slot(cache, slots):
     """Raise unless slots index sequences of the cache."""
-    batch = cache.fault.shape[0]
+    batch, slots = cache.fault.shape[0], jnp.asarray(slots)
     integer("slot", slots)
     if concrete(slots):
         bad = [int(s) for s in np.ravel(slots) if not 0 <= s < batch]

@@ -48,7 +48,7 @@ def append(spec: CacheSpec, cache: Cache, rows: Array, lengths: Array | None = N
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.asarray(lengths)
     checks.lengths("lengths", lengths, batch, time)
     if checks.concrete(cache, rows, lengths):
-        checks.finite("rows", jnp.where(_real(lengths, time)[..., None], rows, 0))
+        checks.finite("rows", rows, spec.dtype, where=_real(lengths, time))
         _check_capacity(spec, cache, lengths)
     return _append(spec, cache, rows, lengths)
 
@@ -117,10 +117,10 @@ def attend(spec: CacheSpec, cache: Cache, query: Array) -> tuple[Array, Stats]:
     return _attend(spec, cache, query.astype(spec.dtype))
 
 
-def _check_query(spec, cache, query):
+def _check_query(spec, cache, query, active=True):
     checks.shape("query", query, (cache.fault.shape[0], spec.num_heads, spec.row_dim), "[B, H, C]")
     checks.floating("query", query)
-    checks.finite("query", query)
+    checks.finite("query", query, spec.dtype, where=active)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -172,15 +172,16 @@ def step(
     Args
       query [B, H, C] absorbed and unscaled, row [B, C]; active bool [B]: False writes nothing and returns 0.
     Returns out float32 [B, H, R], Stats and the new cache (donate the old one: an undonated update copies it).
-    Raises ValueError as `append` and `attend` do; inside jit a bad row is dropped and the fault flag set.
+    Raises ValueError as `append` and `attend` do, of active sequences; inside jit a bad row is dropped and flagged.
     """
-    _check_query(spec, cache, query)
     batch = cache.fault.shape[0]
-    checks.shape("row", row, (batch, spec.row_dim), "[B, C]")
-    checks.floating("row", row)
-    checks.finite("row", row)
     active = jnp.ones(batch, bool) if active is None else jnp.asarray(active)
     checks.shape("active", active, (batch,), "[B]")
+    checks.require(active.dtype == bool, f"active has dtype {active.dtype}; expected bool")
+    _check_query(spec, cache, query, active)
+    checks.shape("row", row, (batch, spec.row_dim), "[B, C]")
+    checks.floating("row", row)
+    checks.finite("row", row, spec.dtype, where=active)
     if checks.concrete(cache, active):
         _check_capacity(spec, cache, active.astype(jnp.int32))
     return _step(spec, cache, query, row, active)
