@@ -31,7 +31,8 @@ class Recalled(NamedTuple):
 
 def gate(cache: Cache, attended: Part) -> Array:
     """Heads unsure of what they attend: their entropy over the attended tier is above the threshold. bool [B, H]."""
-    return attended.lse - attended.mean > cache.calibration.threshold[:, None]
+    entropy = jnp.where(jnp.isneginf(attended.lse), 0.0, attended.lse - attended.mean)  # nothing attended: 0, not -inf
+    return entropy > cache.calibration.threshold[:, None]
 
 
 def recall(spec: CacheSpec, cache: Cache, query: Array, attended: Part) -> Recalled:
