@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LISTED = 12
 # Inside two exponentials: these keep float32 whatever the model is loaded as.
 _FLOAT32 = ("A_log", "dt_bias")
+_EXPERTS = ("w1", "w2", "w3")
 _TABLES = ("embed_tokens", "lm_head")
 _VECTORS = ("scale", "o_norm", "e_score_correction_bias", "dt_bias")
 
@@ -41,15 +41,15 @@ class Entry:
 def load(path: str | pathlib.Path, *, dtype=jnp.float32) -> Decoder:
     """Reads a model from a folder with config.json and model.safetensors, or shards and their index.
 
-    Strict: every tensor the config asks for must be there, in its shape, and nothing else. All names and shapes are checked
-    before any weight is read; then one shard is open at a time.
+    Strict: every tensor the config asks for must be there, in its shape, and nothing else. All names and shapes are
+    checked before any weight is read; then one shard is open at a time.
 
     Args:
       path: the folder.
       dtype: of every parameter except the decay's `A_log` and `dt_bias`, which stay float32.
 
-    Raises: FileNotFoundError for a missing file; ValueError that names each missing, extra or misshaped tensor, a damaged
-      or truncated file, or what is wrong with the config.
+    Raises: FileNotFoundError for a missing file; ValueError that names each missing, extra or misshaped tensor, a
+      damaged or truncated file, or what is wrong with the config.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -71,7 +71,8 @@ def save(path: str | pathlib.Path, model: Decoder, tokenizer=None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for where, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        tensors.update(_to_file(entry(where, param.shape), np.asarray(param[...])))
+        value = np.asarray(param[...])
+        tensors.update(_to_file(entry(where, param.shape), value if where[-1] in _EXPERTS else value[None]))
     (folder / "config.json").write_text(json.dumps(model.config.to_json(), indent=1) + "\n")
     unfinished = folder / f"{WEIGHTS}.part"
     safetensors.numpy.save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -92,8 +93,9 @@ def entry(where: tuple, shape: tuple[int, ...]) -> Entry:
         return _reshaped(names, shape, (1, 1, *shape, 1))
     if leaf.endswith("_conv1d"):
         taps, channels = shape[0], math.prod(shape[1:])
-        return Entry(names, (channels, 1, taps), lambda x: x[:, 0].T.reshape(shape), lambda x: x.reshape(taps, -1).T[:, None])
-    shape = shape[1:] if len(names) > 1 or leaf in ("w1", "w2", "w3") else shape
+        layout = (channels, 1, taps)
+        return Entry(names, layout, lambda x: x[:, 0].T.reshape(shape), lambda x: x.reshape(taps, -1).T[:, None])
+    shape = shape[1:] if leaf in _EXPERTS else shape
     inputs = math.prod(shape[:2]) if leaf == "o_proj" else shape[0]
     outputs = math.prod(shape) // inputs
     return Entry(names, (outputs, inputs), lambda x: x.T.reshape(shape), lambda x: x.reshape(inputs, outputs).T)
@@ -111,7 +113,7 @@ def _names(where: tuple, shape: tuple[int, ...]) -> tuple[str, ...]:
     base = ".".join(["model", *parts[:-1]])
     if leaf == "scale":
         return (f"{base}.weight",)
-    if leaf in ("w1", "w2", "w3"):
+    if leaf in _EXPERTS:
         return tuple(f"{base}.experts.{e}.{leaf}.weight" for e in range(shape[0]))
     if leaf == "e_score_correction_bias":
         return (f"{base}.gate.{leaf}",)
@@ -167,7 +169,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _read_all(flat: dict, entries: dict[tuple, Entry], shards: list[pathlib.Path]) -> Iterator[tuple[tuple, jnp.ndarray]]:
+def _read_all(
+    flat: dict, entries: dict[tuple, Entry], shards: list[pathlib.Path]
+) -> Iterator[tuple[tuple, jnp.ndarray]]:
     """(path, value) as soon as the last tensor of a parameter has been read; stacked experts wait in host memory."""
     where = {name: (path, i) for path, item in entries.items() for i, name in enumerate(item.names)}
     waiting: dict[tuple, np.ndarray] = {}
@@ -177,7 +181,7 @@ def _read_all(flat: dict, entries: dict[tuple, Entry], shards: list[pathlib.Path
             for name in file.keys():  # noqa: SIM118
                 path, i = where[name]
                 param, value = flat[path], entries[path].read(file.get_tensor(name))
-                if _stacked(path):
+                if path[-1] in _EXPERTS:
                     value = _stack(waiting.pop(path, None), value, i, param)
                 left[path] -= 1
                 if left[path]:
@@ -192,12 +196,5 @@ def _stack(buffer: np.ndarray | None, value: np.ndarray, i: int, param) -> np.nd
     return buffer
 
 
-def _stacked(path: tuple) -> bool:
-    return re.fullmatch(r"w[123]", str(path[-1])) is not None
-
-
 def _to_file(item: Entry, value: np.ndarray) -> dict[str, np.ndarray]:
-    parts = value if len(item.names) > 1 or value.ndim > len(item.shape) + 2 else [value]
-    if len(item.names) > 1:
-        return {name: np.ascontiguousarray(item.write(part)) for name, part in zip(item.names, parts, strict=True)}
-    return {item.names[0]: np.ascontiguousarray(item.write(value))}
+    return {name: np.ascontiguousarray(item.write(part)) for name, part in zip(item.names, value, strict=True)}

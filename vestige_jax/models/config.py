@@ -10,8 +10,8 @@ from typing import Any
 
 # Keys that a checkpoint may carry and that change nothing in the mathematics here.
 _IGNORED = frozenset(
-    "architectures auto_map attention_bias attention_dropout chunk_size_feed_forward dtype head_dim id2label is_encoder_decoder "
-    "label2id max_position_embeddings model_card name_or_path num_key_value_heads output_attentions output_hidden_states "
+    "architectures auto_map attention_dropout chunk_size_feed_forward dtype head_dim id2label is_encoder_decoder "
+    "label2id max_position_embeddings name_or_path num_key_value_heads output_attentions output_hidden_states "
     "output_router_logits problem_type return_dict router_aux_loss_coef torch_dtype transformers_version use_cache "
     "use_grouped_topk _name_or_path".split()
 )
@@ -35,8 +35,8 @@ class ModelConfig:
     """Sizes and constants of one Kimi Linear decoder; hashable, static under jit.
 
     Field names are the file's, except that `linear_attn_config` is flattened (`kda_*`), layer lists are 0-based and the
-    end-of-sequence ids are always a tuple. Two fields are ours: `kv_a_layernorm_eps` (the original code takes 1e-6 whatever
-    `rms_norm_eps` says) and `biased_router_weights` (see `moe.route`). Build one with `from_json`.
+    end-of-sequence ids are always a tuple. Two fields are ours: `kv_a_layernorm_eps` (the original code takes 1e-6
+    whatever `rms_norm_eps` says) and `biased_router_weights` (see `moe.route`). Build one with `from_json`.
     """
 
     vocab_size: int
@@ -77,7 +77,8 @@ class ModelConfig:
         layers = set(range(self.num_hidden_layers))
         _check(set(self.full_attn_layers) <= layers, "full_attn_layers", self.full_attn_layers, "layers of this model")
         if self.rotated:
-            _check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even: it is rotated in pairs")
+            width = self.qk_rope_head_dim
+            _check(width % 2 == 0, "qk_rope_head_dim", width, "an even number: it is rotated in pairs")
         if self.num_experts:
             _check(self.moe_intermediate_size > 0, "moe_intermediate_size", self.moe_intermediate_size, "positive")
             k = self.num_experts_per_token
@@ -152,8 +153,8 @@ class ModelConfig:
 
         if self.rotated and not allow_rope:
             raise ValueError(
-                "mla_use_nope is false: the branch of this model is rotated, and VestigeKV selects by an unrotated branch. "
-                "Pass allow_rope=True to run it as the RoPE control arm."
+                "mla_use_nope is false: the branch of this model is rotated, and VestigeKV selects by an unrotated "
+                "branch. Pass allow_rope=True to run it as the RoPE control arm."
             )
         heads, scale = self.num_attention_heads, self.softmax_scale
         return CacheSpec(self.kv_lora_rank, self.qk_rope_head_dim, heads, scale, capacity, **overrides)
@@ -211,7 +212,7 @@ def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields) - _IGNORED)
     if unknown:
-        raise ValueError(f"config: unknown keys {unknown}; a key this code does not know may change what the model computes")
+        raise ValueError(f"config: unknown keys {unknown}: they may change what the model computes")
     required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
     missing = sorted(required - set(values))
     if missing:

@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         Args:
           spec: from `config.cache_spec`; one for all MLA layers.
           batch: number of sequences.
-          observe: also add up, per MLA layer and position, the attention weight that prompt queries give (`MLAState.mass`).
+          observe: also add up, per MLA layer and position, the attention weight of prompt queries (`MLAState.mass`).
         """
         self._check_spec(spec)
         layers = [
@@ -113,8 +113,8 @@ class Decoder(nnx.Module):
 
         Args:
           lengths: int32 [B]; tokens at or past lengths[b] are padding and change nothing.
-          logits: 'all' -> [B,T,V]; 'last' -> [B,V], at the last real token (undefined where lengths[b] is 0); 'none' -> None.
-            Only what is asked for is computed.
+          logits: 'all' -> [B,T,V]; 'last' -> [B,V], at the last real token (undefined where lengths[b] is 0); 'none' ->
+            None. Only what is asked for is computed.
         """
         _check_ids(ids, 2)
         if logits not in ("all", "last", "none"):
@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
         have = (spec.latent_dim, spec.branch_dim, spec.num_heads)
         want = (config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads)
         if have != want:
-            raise ValueError(f"spec has (latent, branch, heads) {have}, this model needs {want}; use config.cache_spec(...)")
+            raise ValueError(f"spec has (latent, branch, heads) {have}, this model {want}: use config.cache_spec(...)")
 
 
 def _table(rngs: nnx.Rngs, shape: tuple[int, int], spread: float, dtype) -> Array:

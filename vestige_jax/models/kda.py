@@ -94,8 +94,8 @@ def _triangles(q: Array, k: Array, beta: Array, total: Array) -> tuple[Array, Ar
         [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
 
     The decay between the halves splits at the first token of the second one, D_ij = exp(G_i - G_a) exp(G_a - G_j) with
-    j < a <= i: matrix products only, and still no positive exponent. (A power series of A would be as short, but loses all
-    its digits on repeated keys.)
+    j < a <= i: matrix products only, and still no positive exponent. (A power series of A would be as short, but loses
+    all its digits on repeated keys.)
     """
     chunk = k.shape[-2]
     inverse = jnp.ones((*k.shape[:-1], 1, 1), k.dtype)

@@ -30,7 +30,7 @@ class MLAState:
     cache: the VestigeKV cache of its rows.
     queries: float32 [B, 64, H, C], the last absorbed queries of the prompt, oldest first.
     positions: int32 [B, 64], their positions; -1 where there is none yet.
-    mass: float32 [B, capacity], softmax weight that each position got from all prompt queries and heads; None unless observed.
+    mass: float32 [B, capacity], softmax weight of a position, summed over prompt queries and heads; or None.
     """
 
     cache: vk.Cache
@@ -79,8 +79,8 @@ class MLA(nnx.Module):
         out, mass = vk.attend_chunk(spec, state.cache, query, rows, lengths)
         cache = vk.append(spec, state.cache, rows, lengths)
         observed = None if state.mass is None else state.mass + mass
-        queries = _last(state.queries, query, lengths)
-        return self._expand(out, x.dtype), MLAState(cache, queries, _last(state.positions, positions, lengths), observed)
+        queries, at = _last(state.queries, query, lengths), _last(state.positions, positions, lengths)
+        return self._expand(out, x.dtype), MLAState(cache, queries, at, observed)
 
     def calibrate(self, spec: vk.CacheSpec, state: MLAState) -> MLAState:
         """Fits the cache's index to the prompt queries of this layer."""

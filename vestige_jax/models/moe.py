@@ -11,7 +11,9 @@ from vestige_jax.models.config import ModelConfig
 from vestige_jax.models.layers import FFN, kernel
 
 
-def route(scores: Array, bias: Array, k: int, *, renormalize: bool, scaling: float, biased: bool = False) -> tuple[Array, Array]:
+def route(
+    scores: Array, bias: Array, k: int, *, renormalize: bool, scaling: float, biased: bool = False
+) -> tuple[Array, Array]:
     """Chooses k experts by score + bias and weighs them by the score alone.
 
     Args:
@@ -66,8 +68,8 @@ class MoE(nnx.Module):
 def _grouped(x: Array, experts: Array, w1: Array, w2: Array, w3: Array) -> Array:
     """Row i of x [N, D] through the gated layer of expert experts[i].
 
-    Rows are sorted by expert and cut into blocks that belong to one expert each; a loop over the blocks reads one expert's
-    kernels at a time. Work and memory follow the number of rows, not rows x experts, and no row sees its neighbours.
+    Rows are sorted by expert and cut into blocks that belong to one expert each; a loop over the blocks reads one
+    expert's kernels at a time. Work and memory follow the number of rows, not rows x experts, and no row sees another.
     """
     rows, count = x.shape[0], w1.shape[0]
     block = _block_size(rows, count)

@@ -51,8 +51,8 @@ class Tokenizer:
       ranks: bytes -> id of every byte-pair token.
       specials: text -> id of the special tokens; None gives Kimi's, placed behind the ranks.
       pattern: the regular expression that splits text before byte pairs are merged.
-      vocab_size: the model's number of embeddings. The tokenizer may know more ids than the model (Kimi's does); such an
-        id raises in `encode` instead of reading outside the table.
+      vocab_size: the model's number of embeddings. The tokenizer may know more ids than the model (Kimi's does); such
+        an id raises in `encode` instead of reading outside the table.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> Tokenizer:
-        """Reads `tiktoken.model` and, where they exist, tokenizer_config.json (`pattern`, `added_tokens_decoder`) and the
-        `vocab_size` of config.json.
+        """Reads `tiktoken.model` and, where they exist, tokenizer_config.json (`pattern`, `added_tokens_decoder`) and
+        the `vocab_size` of config.json.
 
         Raises FileNotFoundError without the ranks, ValueError that names the line of a damaged one.
         """
@@ -86,7 +86,7 @@ class Tokenizer:
         specials = None
         if "added_tokens_decoder" in options:
             named = {item["content"]: int(i) for i, item in options["added_tokens_decoder"].items()}
-            # A Kimi tokenizer_config.json names only the tokens in use; the reserved places between them are tokens too.
+            # Kimi's tokenizer_config.json names only the tokens in use; the reserved places between are tokens too.
             specials = named if "pattern" in options else {**_reserved(len(ranks), named), **named}
         pattern = options.get("pattern", KIMI_PATTERN)
         return cls(ranks, specials, pattern=pattern, vocab_size=model.get("vocab_size"))
@@ -94,7 +94,8 @@ class Tokenizer:
     def save(self, folder: str | pathlib.Path) -> None:
         """Writes the two files that `load` reads."""
         folder = pathlib.Path(folder)
-        lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in sorted(self.ranks.items(), key=_by_rank)]
+        ranks = sorted(self.ranks.items(), key=_by_rank)
+        lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks]
         (folder / RANKS).write_text("".join(lines))
         added = {str(i): {"content": text, "special": True} for text, i in sorted(self.specials.items(), key=_by_rank)}
         options = {"pattern": self.pattern, "added_tokens_decoder": added}
@@ -118,7 +119,8 @@ class Tokenizer:
 
         Each message is <|im_role|> role <|im_middle|> text <|im_end|>; with `prompt` the assistant's opening follows.
         """
-        ids = [i for role, text in messages for i in (*self._opening(role), *self.encode(text), self.special("<|im_end|>"))]
+        end = self.special("<|im_end|>")
+        ids = [i for role, text in messages for i in (*self._opening(role), *self.encode(text), end)]
         return self._checked(ids + (self._opening("assistant") if prompt else []))
 
     def special(self, text: str) -> int:
