@@ -20,8 +20,8 @@ SHORTEST = 200  # characters; shorter docstrings are mostly one-line stubs
 PIECE = 2000  # characters; a user's file is cut at blank lines into documents of about this size
 # Left out: other people's packages, code that some distributions ship separately, generated tables.
 SKIPPED = frozenset(
-    "site-packages dist-packages test tests idlelib tkinter turtledemo lib2to3 distutils ensurepip pydoc_data lib-dynload "
-    "__pycache__".split()
+    "site-packages dist-packages test tests idlelib tkinter turtledemo lib2to3 distutils ensurepip pydoc_data "
+    "lib-dynload __pycache__".split()
 )
 
 
@@ -73,7 +73,7 @@ def load(text: str | None = None) -> Corpus:
     for split in SPLITS:
         if not corpus.split(split):
             count = len(corpus.documents)
-            raise ValueError(f"text={text!r} has {count} documents, none of them in the split {split!r}; give more text")
+            raise ValueError(f"text={text!r} has {count} documents, none of them in split {split!r}; give more text")
     return corpus
 
 

@@ -1,7 +1,7 @@
 """Needles in real prose: one sentence ties a key to a five-digit code, a question asks for the code (VestigeKV §6).
 
-Keys are names of three random syllables. A hash of the name decides its split, as it does for documents: no name and no prose of a
-test trial was ever trained on, or seen by the validation that stops a training run.
+Keys are names of three random syllables. A hash of the name decides its split, as it does for documents: no name and no
+prose of a test trial was ever trained on, or seen by the validation that stops a training run.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ MAIN = "passcode"
 
 
 class Encoder(Protocol):
-    bos_id: int
-
     def encode(self, text: str) -> list[int]: ...
+
+    def special(self, text: str) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One question. `span` = first and last-plus-one token of the asked sentence in `prefix`; `spans` = those of every needle."""
+    """One question. `span`: first and last-plus-one token of the asked sentence in `prefix`; `spans`: of all needles."""
 
     prefix: np.ndarray  # int32 [n], starts with BOS
     question: np.ndarray  # int32, comes after the cut
@@ -83,8 +83,8 @@ class Prose:
     """A corpus in tokens. Tokenised once; every draw is a function of the generator that is passed in."""
 
     def __init__(self, text: corpus.Corpus, encoder: Encoder):
-        self.encoder = encoder
-        self.hash = text.hash
+        self.encoder, self.hash = encoder, text.hash
+        self.bos = encoder.special("[BOS]")
         self._documents = {
             split: [np.array(encoder.encode(document.text + "\n\n"), np.int32) for document in text.split(split)]
             for split in corpus.SPLITS
@@ -192,10 +192,11 @@ def _hide(
     spare = length - 1 - sum(len(line) for line in lines)
     last = min(max(last, first) if depth[0] == depth[1] else last, spare)
     if last < first:
-        raise ValueError(f"{len(needles)} needles do not fit into depth={depth} of prefix={length} tokens; use a longer prefix")
+        count = len(needles)
+        raise ValueError(f"needles={count} do not fit into depth={depth} of prefix={length} tokens: use a longer one")
     cuts = np.sort(rng.integers(first, last + 1, size=len(lines)))
     text = prose.draw(split, rng, spare)
-    return _interleave(prose.encoder.bos_id, text, lines, cuts)
+    return _interleave(prose.bos, text, lines, cuts)
 
 
 def _interleave(
@@ -215,12 +216,12 @@ class Mixture:
 
     fewest: int = 2
     most: int = 5
-    share: float = 0.5  # of the sequence, at most, that needles and questions take
+    share: float = 0.8  # of the sequence, at most, that needles and questions take
     main: float = 0.5  # chance of the main template; the others share the rest
     text_weight: float = 0.1  # of the loss on everything but answers
 
     def batch(self, prose: Prose, rng: np.random.Generator, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [size, length], weights float32 [size, length]): weights[b, t] scales the loss of predicting ids[b, t]."""
+        """(ids int32, weights float32), both [size, length]; weights[b, t] scales the loss of predicting ids[b, t]."""
         ids, weights = zip(*(self._sequence(prose, rng, length) for _ in range(size)), strict=True)
         return np.stack(ids), np.stack(weights)
 
@@ -231,8 +232,8 @@ class Mixture:
         tail = [part for i in asked for part in (questions[i], answers[i])]
         spare = length - 1 - sum(len(part) for part in (*lines, *tail))
         cuts = np.sort(rng.integers(0, spare + 1, size=len(lines)))
-        head, _ = _interleave(prose.encoder.bos_id, prose.draw("train", rng, spare), lines, cuts)
-        marks = [np.full(len(part), is_answer) for i in asked for part, is_answer in ((questions[i], 0), (answers[i], 1))]
+        head, _ = _interleave(prose.bos, prose.draw("train", rng, spare), lines, cuts)
+        marks = [np.full(len(part), i % 2) for i, part in enumerate(tail)]  # question, answer, question, ...
         is_answer = np.concatenate([np.zeros(len(head)), *marks])
         return np.concatenate([head, *tail]), np.where(is_answer, 1.0, self.text_weight).astype(np.float32)
 

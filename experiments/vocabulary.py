@@ -5,9 +5,7 @@ Re-create the committed vocabulary (the ranks depend a little on the Python vers
 """
 
 import argparse
-import base64
 import collections
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import regex
 
 from experiments import corpus
+from vestige_jax.models import Tokenizer
 
 # Lines, single digits, words with their leading space, punctuation, runs of blanks. A digit never joins a neighbour, so
 # that a code of five digits is always five tokens.
@@ -26,7 +25,7 @@ Pair = tuple[bytes, bytes]
 
 
 def train(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict[bytes, int]:
-    """Ranks of `size` tokens: the 256 bytes, then the most frequent pair, again and again; ties go to the smaller bytes.
+    """Ranks of `size` tokens: the 256 bytes, then the most frequent pair, repeatedly; ties go to the smaller bytes.
 
     Raises ValueError when `size` is below 256. A text with nothing left to merge gives fewer than `size`.
     """
@@ -81,15 +80,9 @@ def _merged(word: list[bytes], pair: Pair) -> list[bytes]:
     return out
 
 
-def write(folder: Path, ranks: dict[bytes, int], pattern: str = PATTERN) -> None:
-    """`tiktoken.model` (one `base64 rank` a line) and `tokenizer_config.json` (pattern, specials after the ranks)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
-    (folder / "tiktoken.model").write_text("".join(lines))
-    specials = {str(len(ranks) + index): {"content": name, "special": True} for index, name in enumerate(SPECIALS)}
-    named = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
-    config = {"pattern": pattern, "added_tokens_decoder": specials, **named}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+def tokenizer(ranks: dict[bytes, int], pattern: str = PATTERN) -> Tokenizer:
+    """The tokenizer of these ranks, its special tokens behind them."""
+    return Tokenizer(ranks, {name: len(ranks) + i for i, name in enumerate(SPECIALS)}, pattern=pattern)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -100,7 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     text = corpus.load(options.text)
     ranks = train((document.text for document in text.split("train")), options.size - len(SPECIALS))
-    write(options.out, ranks)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer(ranks).save(options.out)
     sys.stdout.write(f"{len(ranks)} ranks from text {text.hash[:12]} in {options.out}\n")
 
 
