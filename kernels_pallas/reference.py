@@ -49,7 +49,7 @@ def mass(query: Array, rows: Array, length: Array, lse: Array, *, scale: float) 
     def fold(total, chunk, start, valid_from):
         slots = start + jnp.arange(chunk.shape[1])
         live = (slots < length[..., None]) & (slots >= valid_from)
-        score = scale * _einsum("bqc,bsc->bqs", query.astype(rows.dtype), chunk)
+        score = scale * _einsum("bqc,bsc->bqs", query.astype(chunk.dtype), chunk)
         weight = jnp.where(live, jnp.exp(score - lse[..., None]), 0.0).sum(1)
         old = lax.dynamic_slice_in_dim(total, start, chunk.shape[1], 1)
         return lax.dynamic_update_slice_in_dim(total, old + weight, start, 1)

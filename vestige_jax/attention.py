@@ -47,9 +47,10 @@ def attend_chunk(
     checks.shape("rows", rows, (batch, time, spec.row_dim), "[B, T, C]")
     checks.lengths("lengths", lengths, batch, time)
 
-    query = queries.astype(spec.dtype).reshape(batch, time * heads, -1)
-    rows = rows.astype(spec.dtype)
-    real = jnp.repeat(jnp.arange(time) < lengths[:, None], heads, axis=1)
+    padding = jnp.arange(time) >= lengths[:, None]  # zeroed: a weight of 0 would not silence a NaN
+    query = jnp.where(padding[..., None, None], 0, queries.astype(spec.dtype)).reshape(batch, time * heads, -1)
+    rows = jnp.where(padding[..., None], 0, rows.astype(spec.dtype))
+    real = jnp.repeat(~padding, heads, axis=1)
     causal = jnp.where(real, jnp.repeat(jnp.arange(time) + 1, heads), 0)
     part = merge(dense(spec, cache, query), over(spec, query, rows, causal))
     out = jnp.where(real[..., None], part.out, 0).reshape(batch, time, heads, -1)
