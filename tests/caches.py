@@ -32,6 +32,11 @@ def append(spec, cache, rows, lengths=None):
     return vj.append(spec, cache, padded, lengths)
 
 
+# Compiled for SPEC, once for all tests.
+append_jit = jax.jit(lambda cache, rows, lengths: vj.append(SPEC, cache, rows, lengths))
+step_jit = jax.jit(lambda cache, query, row, active: vj.step(SPEC, cache, query, row, active))
+
+
 def filled(spec, rows, lengths=None):
     """A new cache after one append of rows [B, T, C]."""
     return append(spec, vj.init(spec, len(rows)), rows, lengths)

@@ -13,6 +13,7 @@ from tests.caches import (
     SPEC,
     TIME,
     append,
+    append_jit,
     assert_partition,
     assert_same,
     filled,
@@ -20,6 +21,7 @@ from tests.caches import (
     random_rows,
     sequences,
     settled,
+    step_jit,
 )
 
 ROWS = random_rows(0, BATCH, TIME)
@@ -161,8 +163,6 @@ def test_rows_too_large_for_the_row_dtype_are_not_finite():
 
 # inside jit
 
-append_jit = jax.jit(lambda cache, rows, lengths: vj.append(SPEC, cache, rows, lengths))
-step_jit = jax.jit(lambda cache, query, row, active: vj.step(SPEC, cache, query, row, active))
 LENGTHS = np.array([20, 20, 20])
 
 
@@ -263,7 +263,7 @@ def test_a_fault_is_raised_with_its_sequence_and_its_reason():
 
 def test_shapes_are_checked_inside_jit_too():
     with pytest.raises(ValueError, match=r"rows has shape \(3, 27, 11\)"):
-        append_jit(empty(), WIDE, LENGTHS)
+        jax.jit(vj.append, static_argnums=0)(SPEC, empty(), WIDE, LENGTHS)
 
 
 def test_nothing_is_compiled_for_a_bad_call():

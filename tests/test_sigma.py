@@ -17,7 +17,7 @@ def signal(seed, *shape):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("block", "kappa", "width"), [(8, 1, 4), (9, 4, 1), (64, 5, 3), (4096, 16, 4)])
+@pytest.mark.parametrize(("block", "kappa", "width"), [(8, 1, 4), (9, 4, 1), (4096, 16, 4)])
 def test_both_methods_equal_the_float64_oracle(method, block, kappa, width):
     branch = signal(0, 2 * block, width)
     got = vj.sigma(branch, block=block, kappa=kappa, method=method)
