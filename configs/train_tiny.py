@@ -17,8 +17,11 @@ def get_config() -> ConfigDict:
     config.text = config_dict.placeholder(str)  # file or folder of other text
     config.seed = 0
     config.rope = False
-    config.phases = ((160, 24, 1000), (288, 14, 1000), (576, 6, 1000))  # (tokens, sequences, steps)
+    # (tokens, sequences, steps, share of the main template): short first, where retrieval appears soonest.
+    config.phases = ((128, 30, 500, 1.0), (256, 15, 700, 0.6), (576, 7, 900, 0.6))
 
+    config.embedding = 0.5
+    config.residual = 0.35
     config.rate = 2e-3
     config.warmup = 100
     config.final = 0.02  # share of the rate that is left at the last step
@@ -26,14 +29,13 @@ def get_config() -> ConfigDict:
     config.decay = 0.01
     config.clip = 1.0
     config.text_weight = 0.1
-    config.main_template = 0.5
-    config.needles = (2, 5)
+    config.needles = (2, 8)
 
     config.log_every = 20
     config.save_every = 100
-    config.check_every = 250
-    config.check_lengths = (512, 1024, 4096)
-    config.check_trials = 8
+    config.check_every = 300
+    config.check_lengths = (512, 4096)
+    config.check_trials = 6
     config.final_lengths = (1024, 2048, 4096)
     config.final_trials = 24
 

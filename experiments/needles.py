@@ -25,13 +25,13 @@ class Template:
 
 
 TRAINED = {
-    "passcode": Template("The secret passcode for {key} is {code}.", "What is the secret passcode for {key}? "),
-    "vault": Template("The vault of {key} has the number {code}.", "Which number has the vault of {key}? "),
-    "ticket": Template("Note that {key} holds ticket {code}.", "Which ticket holds {key}? "),
+    "passcode": Template("The secret passcode for {key} is {code}.", "Answer: the secret passcode for {key} is "),
+    "vault": Template("The vault of {key} has the number {code}.", "Answer: the vault of {key} has the number "),
+    "ticket": Template("Note that {key} holds ticket {code}.", "Answer: {key} holds ticket "),
 }
 UNSEEN = {
-    "locker": Template("Remember: use {code} to open the locker of {key}.", "To open the locker of {key}, use "),
-    "badge": Template("Please write down that {key} wears badge {code}.", "The badge that {key} wears is "),
+    "badge": Template("Please write down that {key} wears badge {code}.", "Answer: {key} wears badge "),
+    "locker": Template("Remember: {code} opens the locker of {key}.", "Answer: the locker of {key} opens with "),
 }
 TEMPLATES = TRAINED | UNSEEN
 MAIN = "passcode"

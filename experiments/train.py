@@ -65,11 +65,12 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """`steps` batches of `batch` sequences of `length` tokens."""
+    """`steps` batches of `batch` sequences of `length` tokens; `main` is the chance of the main template."""
 
     length: int
     batch: int
     steps: int
+    main: float
 
 
 class Trainer:
@@ -82,7 +83,6 @@ class Trainer:
         self.model_config = model_config(config, self.tokenizer)
         self.phases = [Phase(*phase) for phase in config.phases]
         self.steps = sum(phase.steps for phase in self.phases)
-        self.mixture = needles.Mixture(*config.needles, main=config.main_template, text_weight=config.text_weight)
         self.optimizer = optimizer(config, self.steps)
         self.graph, _ = nnx.split(nnx.eval_shape(self._model))
         self._update = jax.jit(partial(update, self.graph, self.optimizer), donate_argnums=(0, 1))
@@ -92,7 +92,7 @@ class Trainer:
         return Decoder(self.model_config, rngs=nnx.Rngs(self.config.seed))
 
     def init(self) -> State:
-        params = nnx.state(self._model(), nnx.Param)
+        params = rescale(nnx.state(self._model(), nnx.Param), self.config)
         return State(params, self.optimizer.init(params))
 
     def model(self, state: State) -> Decoder:
@@ -102,7 +102,8 @@ class Trainer:
         """The batch of a step: the same in every run with this config."""
         phase = phase_at(self.phases, step)
         rng = np.random.default_rng([len(corpus.SPLITS), self.config.seed, step])
-        return self.mixture.batch(self.prose, rng, phase.batch, phase.length + 1)
+        mixture = needles.Mixture(*self.config.needles, main=phase.main, text_weight=self.config.text_weight)
+        return mixture.batch(self.prose, rng, phase.batch, phase.length + 1)
 
     def run(self, state: State, log: "_Log") -> Iterator[State]:
         """The state after each step that is left; checks are logged on the way, and a longer one at the end."""
@@ -150,6 +151,17 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Mod
     return ModelConfig.from_json(
         {"model_type": "kimi_linear", "vocab_size": size, "mla_use_nope": not config.rope, **ids, **shapes}
     )
+
+
+def rescale(params: nnx.State, config: ml_collections.ConfigDict) -> nnx.State:
+    """Embeddings of standard deviation `embedding`; what writes into the residual stream scaled by `residual`.
+
+    Otherwise the first blocks drown the tokens, and retrieval takes several times as many steps to appear.
+    """
+    scales = {"embed_tokens": config.embedding / config.model.get("initializer_range", 0.02)}
+    scales |= dict.fromkeys(("o_proj", "down_proj"), config.residual)
+    flat = nnx.to_flat_state(params)
+    return nnx.from_flat_state([(path, leaf.replace(leaf[...] * scales.get(path[-1], 1.0))) for path, leaf in flat])
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:

@@ -29,7 +29,7 @@ def toy(text, tmp_path, repository):
     config.tokenizer = str(repository / config.tokenizer)
     config.checkpoint = str(tmp_path / "checkpoint")
     config.text = str(text)
-    config.phases = ((64, 2, 4), (96, 1, STEPS - 4))
+    config.phases = ((64, 2, 4, 1.0), (96, 1, STEPS - 4, 0.5))
     config.warmup = 2
     config.log_every = config.save_every = 2
     config.check_every, config.check_lengths, config.check_trials = 4, (128,), 1
@@ -126,7 +126,7 @@ def test_the_check_reads_the_answer_where_it_is(toy):
 
 
 def test_training_lowers_the_loss(toy, tmp_path):
-    toy.phases = ((64, 4, 40),)
+    toy.phases = ((64, 4, 40, 1.0),)
     toy.log_every = 1
     toy.rate = 1e-2
     toy.check_every = 1000

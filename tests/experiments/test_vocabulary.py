@@ -1,10 +1,8 @@
-import json
-
 import pytest
 import tiktoken
-from tiktoken.load import load_tiktoken_bpe
 
 from experiments import vocabulary
+from vestige_jax.models import Tokenizer
 
 
 def encoding(ranks, pattern=vocabulary.PATTERN):
@@ -14,8 +12,8 @@ def encoding(ranks, pattern=vocabulary.PATTERN):
 def test_merges_come_in_order_of_frequency_and_ties_go_to_the_smaller_bytes():
     ranks = vocabulary.train(["ab ab ab ab cd cd cd xx xx xx abab"], 260)
     new = [token for token, rank in sorted(ranks.items(), key=lambda item: item[1])[256:]]
-    # Words: ab, " ab" x3, " cd" x3, " xx" x3, " abab". So a+b 6, " "+ab 4, then five pairs with 3 each, " "+c the smallest, and
-    # of what is left " "+x comes before " c"+d.
+    # Words: ab, " ab" x3, " cd" x3, " xx" x3, " abab". So a+b 6, " "+ab 4, then pairs with 3 each, of which " "+c is the
+    # smallest, and of what is left " "+x comes before " c"+d.
     assert new == [b"ab", b" ab", b" c", b" x"]
 
 
@@ -28,13 +26,19 @@ def test_ranks_agree_with_tiktoken():
     assert len(table.encode_ordinary("1234")) == 4
 
 
-def test_written_files_load(tmp_path):
-    ranks = vocabulary.train(["some words, some more words"], 270)
-    vocabulary.write(tmp_path, ranks)
-    assert load_tiktoken_bpe(str(tmp_path / "tiktoken.model")) == ranks
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["pattern"] == vocabulary.PATTERN
-    assert list(config["added_tokens_decoder"]) == [str(len(ranks) + i) for i in range(len(vocabulary.SPECIALS))]
+def test_a_saved_tokenizer_reads_back(tmp_path):
+    tokenizer = vocabulary.tokenizer(vocabulary.train(["some words, some more words"], 270))
+    tokenizer.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.ranks == tokenizer.ranks
+    assert again.encode("more words 12") == tokenizer.encode("more words 12")
+    assert again.special("[PAD]") == len(again.ranks) + len(vocabulary.SPECIALS) - 1
+
+
+def test_the_committed_ranks_have_the_size_of_the_recipe(repository):
+    tokenizer = Tokenizer.load(repository / "vestige_jax" / "checkpoints" / "tiny_nope")
+    assert tokenizer.encoding.n_vocab == vocabulary.SIZE
+    assert tokenizer.pattern == vocabulary.PATTERN
 
 
 def test_training_is_deterministic():
