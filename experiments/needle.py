@@ -14,13 +14,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 
 from experiments import corpus, needle_batch, needle_report, needles, serving
 from experiments.needle_batch import Batch
 from experiments.rows import UserError
 from experiments.runner import ROOT, Run, launch
-from vestige_jax import baselines, models
+from vestige_jax import baselines, generation, models
 from vestige_jax.models import DecoderState
 from vestige_jax.spec import CacheSpec, keep_count
 
@@ -66,9 +65,7 @@ class Lab:
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
             folder = _checkpoint(config.checkpoint)
             self.model = models.load(folder)
-            tokenizer = models.Tokenizer.load(folder)
-            tokenizer.bos_id = tokenizer.special("[BOS]")
-            self.prose = needles.Prose(corpus.load(config.text), tokenizer)
+            self.prose = needles.Prose(corpus.load(config.text), models.Tokenizer.load(folder))
             self.batches = [batch for prefix in config.prefixes for batch in self._batches(prefix)]
             self.specs = {batch.prefix: self._spec(batch) for batch in self.batches}
         self.identity = config.copy_and_resolve_references()
@@ -89,9 +86,11 @@ class Lab:
         prefix, depth, name, ratio, trial = key
         batch = next(b for b in self.batches if b.prefix == prefix and (depth, trial) in b.places)
         method, spec = self.methods[name], serving.served(self.specs[prefix], self.methods[name])
-        rows = keep_count(prefix, 1 / ratio, None)
-        state = serving.compress(spec, self._prefill(batch), method, rows, self._seeds(batch))
-        forced = serving.teacher_force(self.model, spec, state, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths))
+        rows, layers = keep_count(prefix, 1 / ratio, None), len(self.model.config.full_attn_layers)
+        seeds = jnp.asarray(needle_batch.seeds(batch, self.config.seed, layers))
+        state = serving.compress(spec, self._prefill(batch), method, rows, seeds)
+        tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
+        forced = generation.teacher_force(self.model, spec, state, tokens, lengths)
         measured = needle_batch.measure(spec, batch, state, forced)
         for (depth, trial), row in zip(batch.places, measured, strict=True):
             yield dict(zip(KEY, (prefix, depth, name, ratio, trial), strict=True)) | row
@@ -100,8 +99,9 @@ class Lab:
         """The state of the batch at the cut: computed once, and shared by its cells."""
         if self._prefilled is None or self._prefilled[0] is not batch:
             self._prefilled = None  # one at a time
-            spec, chunk = self.specs[batch.prefix], self.config.chunk
-            self._prefilled = batch, serving.prefill(self.model, spec, jnp.asarray(batch.ids), chunk)
+            spec, ids = self.specs[batch.prefix], jnp.asarray(batch.ids)
+            _, state = generation.prefill(self.model, spec, ids, chunk=self.config.chunk, observe=True)
+            self._prefilled = batch, state
         return self._prefilled[1]
 
     def _batches(self, prefix: int) -> Iterator[Batch]:
@@ -129,14 +129,9 @@ class Lab:
             allow_rope=config.allow_rope,
             block=block,
             ratio=1 / min(config.ratios),
+            **({"trace": True} if "trace" in CacheSpec.__dataclass_fields__ else {}),
             **{name: config[name] for name in ("sinks", "rank", "fetch", "overflow", "top_j", "dtype")},
         )
-
-    def _seeds(self, batch: Batch) -> jnp.ndarray:
-        """uint32 [layers, B]: what a random selector draws from, for each layer and trial."""
-        layers = len(self.model.config.full_attn_layers)
-        numbers = [(self.config.seed, batch.prefix, number, at) for number, at in batch.numbers]
-        return jnp.asarray([np.random.SeedSequence(n).generate_state(layers) for n in numbers], jnp.uint32).T
 
 
 def _check(config: ml_collections.ConfigDict) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import needles, serving
+from experiments import needles
+from vestige_jax.generation import Forced
 from vestige_jax.models import DecoderState
 from vestige_jax.spec import CacheSpec
 
@@ -55,12 +56,6 @@ class Batch:
         return (first & self.steps).T
 
     @property
-    def numbers(self) -> list[tuple[int, int]]:
-        """Of each trial its number and where its needle is: they tell the trials of a prefix apart."""
-        places = itertools.islice(itertools.cycle(self.places), len(self.trials))
-        return [(number, trial.span[0]) for (_, number), trial in zip(places, self.trials, strict=True)]
-
-    @property
     def spans(self) -> np.ndarray:
         """bool [B, T]: the rows of the asked sentence."""
         first, last = np.array([trial.span for trial in self.trials]).T[..., None]
@@ -83,7 +78,15 @@ def batches(prefix: int, trials: Sequence[tuple[Place, needles.Trial]], size: in
         yield Batch(prefix, tuple(place for place, _ in part), tuple(trial for _, trial in filled), longest)
 
 
-def measure(spec: CacheSpec, batch: Batch, state: DecoderState, forced: serving.Forced) -> list[dict[str, Any]]:
+def seeds(batch: Batch, seed: int, layers: int) -> np.ndarray:
+    """uint32 [layers, B]: what a random selector draws from, different for each layer and trial."""
+    numbers = [number for _, number in itertools.islice(itertools.cycle(batch.places), len(batch.trials))]
+    places = zip(numbers, (trial.span[0] for trial in batch.trials), strict=True)
+    drawn = [np.random.SeedSequence([seed, batch.prefix, *place]).generate_state(layers) for place in places]
+    return np.array(drawn, np.uint32).T
+
+
+def measure(spec: CacheSpec, batch: Batch, state: DecoderState, forced: Forced) -> list[dict[str, Any]]:
     """All that one cell measures, for each of the batch's places."""
     arrays = answered(batch, forced) | traffic(spec, batch, forced) | found(spec, batch, state, forced)
     rows = [{name: values[b].tolist() for name, values in arrays.items()} for b in range(len(batch.places))]
@@ -91,7 +94,7 @@ def measure(spec: CacheSpec, batch: Batch, state: DecoderState, forced: serving.
     return [facts | row for facts, row in zip(asked, rows, strict=False)]
 
 
-def answered(batch: Batch, forced: serving.Forced) -> dict[str, np.ndarray]:
+def answered(batch: Batch, forced: Forced) -> dict[str, np.ndarray]:
     """Cross-entropy of the answer in nats, summed over its tokens, and whether each of them is the likeliest: [B]."""
     steps = batch.answers
     right = np.asarray(forced.greedy) == batch.tokens[:, 1:]
@@ -101,7 +104,7 @@ def answered(batch: Batch, forced: serving.Forced) -> dict[str, np.ndarray]:
     }
 
 
-def traffic(spec: CacheSpec, batch: Batch, forced: serving.Forced) -> dict[str, np.ndarray]:
+def traffic(spec: CacheSpec, batch: Batch, forced: Forced) -> dict[str, np.ndarray]:
     """What decoding cost, averaged over the steps of a trial and the layers: [B]. Without recall nothing is fetched."""
     stats, steps = forced.stats, batch.steps[:, None]
 
@@ -120,7 +123,7 @@ def traffic(spec: CacheSpec, batch: Batch, forced: serving.Forced) -> dict[str, 
     }
 
 
-def found(spec: CacheSpec, batch: Batch, state: DecoderState, forced: serving.Forced) -> dict[str, np.ndarray]:
+def found(spec: CacheSpec, batch: Batch, state: DecoderState, forced: Forced) -> dict[str, np.ndarray]:
     """Share of the asked sentence's rows that tier 1 holds, and that some step fetched, by layer: [B, layers].
 
     Nothing for dense attention, where no row has to be looked for.
@@ -129,6 +132,14 @@ def found(spec: CacheSpec, batch: Batch, state: DecoderState, forced: serving.Fo
         return {}
     spans = batch.spans[:, None]  # [B, 1, T]
     kept = np.stack([np.asarray(cache.archive.kept) for cache in state.caches], axis=1)[..., : batch.prefix]
-    return {"needle_kept": (kept & spans).sum(-1) / spans.sum(-1)}
+    if getattr(forced.stats, "rows", None) is None:
+        return {"needle_kept": _share(kept, spans)}
+    fetched = np.asarray(forced.stats.rows)[..., : batch.prefix]  # [L - 1, layers, B, T]
+    fetched = (fetched & batch.steps[:, None, :, None]).any(0).swapaxes(0, 1)
+    return {"needle_kept": _share(kept, spans), "needle_fetched": _share(fetched, spans)}
+
+
+def _share(rows: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    return (rows & spans).sum(-1) / spans.sum(-1)
 
 

@@ -69,7 +69,7 @@ def table(summary: Rows) -> str:
     if any(line["published intact"] for line in lines):
         parts.append(published.legend())
     if any(cell["intact"] is None for cell in summary):
-        parts.append("unusable: dense attention failed on more than 2 of 24 trials; the cell says nothing of its method")
+        parts.append("unusable: dense attention fails on more than 2 of 24 trials; the cell says nothing of the method")
     return "\n\n".join([*parts, CAUTION])
 
 

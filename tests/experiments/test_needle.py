@@ -1,0 +1,385 @@
+"""The needle driver on a random model: what it writes, what it refuses, and that its path is the cache's own."""
+
+import csv
+import dataclasses
+import json
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
+
+from configs import needle as needle_config
+from configs import needle_grid, needle_unseen
+from experiments import needle, needle_batch, needle_report, needles, serving, vocabulary
+from experiments.rows import UserError
+from vestige_jax import baselines, generation, models
+
+PREFIX = 128
+METHODS = ("vestige", *baselines.SELECTORS, "norm+recall", "random+recall")
+PROSE = [f"Line {i} of a text about nothing, with words like river, mountain, paper and {i * 7}." for i in range(600)]
+PHRASES = ["The secret passcode for is . What is the secret passcode for ? Please write down that wears badge"] * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random checkpoint and a text of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text("\n\n".join(PROSE))
+    vocabulary.tokenizer(vocabulary.train(PROSE + PHRASES, 350)).save(folder)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, kv_lora_rank=8, v_head_dim=8)
+    branch = dict(qk_nope_head_dim=8, qk_rope_head_dim=4)
+    layers = dict(num_hidden_layers=2, full_attn_layers=(1,), kda_num_heads=2, kda_head_dim=8)
+    config = models.ModelConfig(vocab_size=400, initializer_range=0.5, **sizes, **branch, **layers)
+    models.save(folder, models.Decoder(config, rngs=nnx.Rngs(0)))
+    return folder
+
+
+def make_config(folder, **changes):
+    config = needle_config.get_config()
+    paths = dict(checkpoint=str(folder), text=str(folder / "text.txt"))
+    small = dict(trials=3, prefixes=(PREFIX,), block=0, rank=2, fetch=64, batch=2, chunk=48, ratios=(1, 16))
+    with config.ignore_type():
+        config.update(paths | small | dict(methods=METHODS) | changes)
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """The output folder of a whole run."""
+    out = tmp_path_factory.mktemp("results") / "needle"
+    needle.main(make_config(folder), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def lab(folder):
+    return needle.Lab(make_config(folder))
+
+
+def read(out: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+
+
+def nll(rows, method, ratio) -> list[float]:
+    return [row["nll"] for row in rows if (row["method"], row["ratio"]) == (method, ratio)]
+
+
+# What a run writes
+
+
+def test_a_row_for_every_trial_of_every_cell(finished):
+    rows = read(finished)
+    cells = [("dense", 1), *((method, ratio) for ratio in (1, 16) for method in METHODS)]
+    wanted = {(PREFIX, "0.1-0.8", method, ratio, trial) for method, ratio in cells for trial in range(3)}
+    keys = [tuple(row[field] for field in needle.KEY) for row in rows]
+    assert set(keys) == wanted and len(keys) == len(wanted)
+    for row in rows:
+        assert row["intact"] == (row["nll"] - row["nll_dense"] < 1)
+        assert row["dropped"] == (row["nll_dense"] >= 1)
+        assert len(row["code"]) == 5 and 0.1 <= row["at"] / PREFIX < 0.8
+
+
+def test_the_summary_has_the_published_columns(finished):
+    with open(finished / "summary.csv", newline="") as file:
+        rows = list(csv.reader(file))
+    assert ",".join(rows[0]) == (
+        "method,ratio,prefix,trials,dropped,intact,lo,hi,exact,attended,fetched_per_step,fire_rate,overflow"
+    )
+    assert [row[0] for row in rows[1:]] == ["dense", *METHODS, *METHODS]
+    assert {row[3] for row in rows[1:]} == {"3"}
+
+
+def test_the_other_files(finished):
+    meta = json.loads((finished / "meta.json").read_text())
+    assert meta["config"]["seed"] == 0 and len(meta["config"]["weights"]) == 16 and len(meta["text_hash"]) == 64
+    assert (finished / "needle.png").stat().st_size > 10_000
+
+
+def test_traffic_of_each_kind_of_method(finished):
+    for row in read(finished):
+        if row["ratio"] == 1:
+            assert row["attended"] == 1 and row["fetched_per_step"] == 0
+        elif row["method"] == "vestige" or row["method"].endswith("+recall"):
+            assert row["fire_rate"] > 0 and 0 < row["fetched_per_step"] <= PREFIX
+        else:
+            behind = 60  # no more than that many tokens come after the cut
+            most = (PREFIX / row["ratio"] + 4 + behind) / (PREFIX + behind)
+            assert row["fire_rate"] == row["fetched_per_step"] == row["overflow"] == 0 and 0 < row["attended"] <= most
+
+
+def test_where_the_needle_was(finished):
+    # depth < .8 of 128, and the last m = 8 rows start at 120
+    lost = [row["needle_kept"] for row in read(finished) if (row["method"], row["ratio"]) == ("streaming", 16)]
+    assert_array_equal(lost, np.zeros((3, 1)))
+    everything = [row["needle_kept"] for row in read(finished) if row["ratio"] == 1 and row["method"] != "dense"]
+    assert_array_equal(everything, np.ones((3 * len(METHODS), 1)))
+
+
+# A killed run goes on
+
+
+def test_a_killed_run_goes_on_where_it_ended(folder, finished, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    lines = (finished / "trials.jsonl").read_text().splitlines(keepends=True)
+    (out / "meta.json").write_text((finished / "meta.json").read_text())
+    (out / "trials.jsonl").write_text("".join(lines[:-3]) + lines[-3][:40])
+    served = count_calls(monkeypatch, generation, "teacher_force")
+    needle.main(make_config(folder), out)
+    assert served == [1, 1, 1]  # the last batch lacks three cells of one trial
+    before, after = read(finished), read(out)
+    assert [row["method"] for row in after] == [row["method"] for row in before]
+    assert_allclose([row["nll"] for row in after], [row["nll"] for row in before], rtol=1e-4)
+
+
+def test_a_finished_run_computes_nothing(folder, finished, monkeypatch):
+    before = read(finished)
+    served = count_calls(monkeypatch, generation, "prefill")
+    needle.main(make_config(folder), finished)
+    assert not served and read(finished) == before
+
+
+def count_calls(monkeypatch, module, name) -> list[int]:
+    calls, original = [], getattr(module, name)
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+# One path
+
+
+def test_dense_is_the_dense_forward_of_the_model(lab, finished):
+    known = {row["trial"]: row for row in read(finished) if row["method"] == "dense"}
+    forward = nnx.jit(lambda model, ids: model(ids))
+    for batch in lab.batches:
+        for (_, number), trial in zip(batch.places, batch.trials, strict=False):
+            ids = np.pad(trial.ids, (0, PREFIX + batch.longest - len(trial.ids)))  # one shape; what is behind is unseen
+            logits = jax.nn.log_softmax(forward(lab.model, jnp.asarray(ids)[None])[0])
+            answer = np.arange(len(trial.ids) - len(trial.answer), len(trial.ids))
+            loss = -logits[answer - 1, trial.ids[answer]].sum()
+            assert_allclose(known[number]["nll"], loss, rtol=1e-4)
+
+
+def test_with_every_row_kept_a_method_is_dense(finished):
+    rows = read(finished)
+    for method in METHODS:
+        assert_allclose(nll(rows, method, 1), nll(rows, "dense", 1), rtol=1e-5)
+
+
+def test_the_path_is_the_one_of_the_cache_itself(lab, finished):
+    """A cache made for ratio 16, that ranks its own rows, gives what the driver has from its shared state."""
+    batch = lab.batches[0]
+    spec = dataclasses.replace(lab.specs[PREFIX], ratio=1 / 16)
+    _, state = generation.prefill(lab.model, spec, jnp.asarray(batch.ids), chunk=48, observe=True)
+    seeds = jnp.zeros((1, 2), jnp.uint32)
+    selected = serving.compress(spec, state, baselines.method("sigma"), 8, seeds)
+    assert_array_equal(selected.caches[0].archive.kept, state.caches[0].archive.kept)
+
+    state = generation.calibrate(lab.model, spec, state)
+    forced = generation.teacher_force(lab.model, spec, state, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths))
+    answer = needle_batch.answered(batch, forced)["nll"]
+    assert_allclose(nll(read(finished), "vestige", 16)[:2], answer, rtol=1e-5)
+    assert abs(answer - nll(read(finished), "dense", 1)[:2]).min() > 1e-3  # so that the comparison can fail
+    assert abs(answer - nll(read(finished), "norm+recall", 16)[:2]).min() > 1e-3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_holds_the_same_number_of_rows(lab, name):
+    method = lab.methods[name]
+    spec = serving.served(lab.specs[PREFIX], method)
+    state = serving.compress(spec, lab._prefill(lab.batches[0]), method, 8, jnp.zeros((1, 2), jnp.uint32))
+    assert_array_equal(state.caches[0].tier1.count, [8 + 4] * 2)
+
+
+def test_random_differs_by_trial_and_layer():
+    same = dict(places=(("0-1", 3), ("0-1", 4)), prefix=64, trials=[SimpleNamespace(span=(9, 12))] * 2)
+    batch = needle_batch.Batch(**same, longest=5)
+    seeds = needle_batch.seeds(batch, 0, layers=2)
+    assert seeds.shape == (2, 2) and len(set(seeds.ravel())) == 4
+    assert_array_equal(seeds, needle_batch.seeds(batch, 0, layers=2))
+    assert not (seeds == needle_batch.seeds(batch, 1, layers=2)).any()
+
+
+# Pieces
+
+
+def tiny_batch():
+    """Two trials of 3 + 1 and 2 + 2 tokens behind a prefix of 4."""
+
+    def trial(question, answer, span):
+        return needles.Trial(np.arange(4), np.array(question), np.array(answer), span, (span,), "Ann", "12")
+
+    trials = [(("0-1", 0), trial([5, 6, 7], [8], (1, 3))), (("0-1", 1), trial([5], [8, 9], (0, 1)))]
+    [batch] = needle_batch.batches(4, trials, 8)
+    return batch
+
+
+def test_masks_of_a_batch():
+    batch = tiny_batch()
+    assert_array_equal(batch.tokens, [[5, 6, 7, 8], [5, 8, 9, 0]])
+    assert_array_equal(batch.steps.T, [[1, 1, 1], [1, 1, 0]])
+    assert_array_equal(batch.answers, [[0, 0, 1], [1, 1, 0]])
+    assert_array_equal(batch.spans, [[0, 1, 1, 0], [1, 0, 0, 0]])
+
+
+def test_the_answer_alone_is_scored():
+    forced = SimpleNamespace(
+        logprob=np.array([[-9, -9, -0.5], [-0.25, -1, -9]]), greedy=np.array([[0, 0, 8], [8, 0, 0]])
+    )
+    measured = needle_batch.answered(tiny_batch(), forced)
+    assert_allclose(measured["nll"], [0.5, 1.25])
+    assert_array_equal(measured["exact"], [True, False])
+
+
+def test_traffic_is_averaged_over_the_steps_of_each_trial():
+    fetched = np.array([[[3, 1]], [[0, 0]], [[6, 99]]])  # [L - 1, layers, B]; the second trial has two steps
+    same = dict.fromkeys(("attended", "overflowed", "gate", "clamped"), np.zeros((3, 1, 2)))
+    forced = SimpleNamespace(stats=SimpleNamespace(fetched=fetched, fired=fetched, **same))
+    spec = SimpleNamespace(recall="certified")
+    measured = needle_batch.traffic(spec, tiny_batch(), forced)
+    assert_allclose(measured["fetched_per_step"], [3, 0.5])
+    assert_allclose(measured["fire_rate"], [2 / 3, 1 / 2])
+    assert needle_batch.traffic(SimpleNamespace(recall="none"), tiny_batch(), forced)["fire_rate"].sum() == 0
+
+
+def test_the_last_batch_is_filled_up():
+    trial = tiny_batch().trials[0]
+    parts = list(needle_batch.batches(4, [(("0-1", i), trial) for i in range(5)], 2))
+    assert [len(part.places) for part in parts] == [2, 2, 1]
+    assert [len(part.trials) for part in parts] == [2, 2, 2]
+
+
+def test_verdicts():
+    assert needle.judge({"nll": 1.4}, 0.5) == {"nll": 1.4, "nll_dense": 0.5, "intact": True, "dropped": False}
+    assert not needle.judge({"nll": 1.6}, 0.5)["intact"]
+    assert needle.judge({"nll": 0.1}, 1.0)["dropped"]
+
+
+def cell_of(dropped, intact=12, trials=24):
+    same = dict.fromkeys(needle_report.MEANS, 0.5)
+    rows = [dict(dropped=i < dropped, intact=i >= trials - intact, exact=True) | same for i in range(trials)]
+    return needle_report.summarise_cell(rows)
+
+
+def test_a_cell_counts_the_trials_that_dense_answers():
+    cell = cell_of(dropped=2)
+    assert (cell["trials"], cell["dropped"], cell["intact"], cell["exact"]) == (24, 2, 12 / 22, 1)
+    assert_allclose((cell["lo"], cell["hi"]), (0.3466, 0.7308), atol=1e-4)  # Wilson, 12 of 22
+
+
+def test_a_cell_that_drops_more_than_two_in_24_is_unusable():
+    cell = cell_of(dropped=3)
+    assert cell["intact"] is cell["lo"] is cell["hi"] is cell["exact"] is None
+    assert cell["attended"] == 0.5
+    place = {"method": "sigma", "ratio": 32, "prefix": 4096}
+    assert "unusable" in needle_report.table([place | cell])
+
+
+def test_the_table_names_the_model_of_a_published_figure_and_warns():
+    text = needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 4096} | cell_of(dropped=0)])
+    assert "0.88 (Base s11)" in text and "Kimi-Linear-48B-A3B-Base" in text
+    assert "random tier 1" in text and "dense attention in disguise" in text
+    other = needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 512} | cell_of(dropped=0)])
+    assert "Kimi" not in other
+
+
+# The grid and the configs
+
+
+def test_a_grid_writes_a_heat_map_for_each_method(folder, tmp_path):
+    changes = dict(depths=(0.0, 0.5, 1.0), ratios=(16,), methods=("vestige", "sigma"))
+    needle.main(make_config(folder, **changes), tmp_path)
+    with open(tmp_path / "grid.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["depth"]) for row in rows][2:] == [
+        ("vestige", "0-0.5"),
+        ("vestige", "0.5-1"),
+        ("sigma", "0-0.5"),
+        ("sigma", "0.5-1"),
+    ]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"needle.png", "grid-vestige-16.png", "grid-sigma-16.png"}
+    depths = {row["depth"]: row["at"] / PREFIX for row in read(tmp_path)}
+    assert depths["0-0.5"] < 0.5 <= depths["0.5-1"]
+
+
+def test_configs():
+    main = needle_config.get_config()
+    assert main.prefixes == (4096,) and main.block == 4096 and main.ratios == (8, 32, 128) and main.trials == 24
+    assert main.fetch <= 1024 and main.rank <= 8
+    assert needle_unseen.get_config().template in needles.UNSEEN
+    grid = needle_grid.get_config()
+    assert not grid.block and len(grid.depths) == 11 and len(grid.prefixes) > 1
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"methods": ("sigma", "h3o")}, "method 'h3o' is unknown; choose from dense, vestige, sigma"),
+        ({"template": "riddle"}, "template='riddle' is unknown"),
+        ({"prefixes": (PREFIX,), "block": 96}, "prefixes=128 must be a multiple of block=96"),
+        ({"prefixes": (PREFIX,), "block": 16}, "block=16 must be longer than the"),
+        ({"trials": 0}, "trials=0 must be at least 1"),
+        ({"ratios": (0,)}, "ratios=.*at least 1"),
+        ({"depths": (0.5,)}, "depths=.*two edges"),
+        ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
+        ({"text": "no/such/file"}, "no/such/file.*does not exist"),
+        ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(folder, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        needle.main(make_config(folder, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def copied(folder, tmp_path) -> pathlib.Path:
+    new = tmp_path / "model"
+    new.mkdir()
+    for path in folder.iterdir():
+        (new / path.name).write_bytes(path.read_bytes())
+    return new
+
+
+def test_a_truncated_checkpoint(folder, tmp_path):
+    new = copied(folder, tmp_path)
+    weights = new / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="model.safetensors.*truncated"):
+        needle.Lab(make_config(new))
+
+
+def test_a_rotated_branch_needs_the_flag_that_allows_it(folder, tmp_path):
+    new = copied(folder, tmp_path)
+    raw = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps(raw | {"mla_use_nope": False}))
+    with pytest.raises(UserError, match="allow_rope=True"):
+        needle.Lab(make_config(new))
+    assert needle.Lab(make_config(new, allow_rope=True)).specs
+
+
+def test_a_results_folder_of_another_config_or_model(folder, finished, tmp_path):
+    with pytest.raises(UserError, match="made by another run.*seed: 0, now 1"):
+        needle.main(make_config(folder, seed=1), finished)
+    new = copied(folder, tmp_path)
+    models.save(new, models.Decoder(models.ModelConfig.from_json(new), rngs=nnx.Rngs(1)))
+    with pytest.raises(UserError, match="weights"):
+        needle.main(make_config(new), finished)
+
+
+def test_an_output_folder_that_cannot_be_written(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write in the folder"):
+        needle.main(make_config(folder), tmp_path / "file" / "out")
