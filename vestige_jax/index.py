@@ -51,6 +51,8 @@ def fit_basis(queries: Array, rank: int, mask: Array | None = None) -> Array:
 
 
 def _fit_basis(queries, rank, mask):
+    if rank == 0:
+        return jnp.zeros((queries.shape[1], 0))
     keep = mask[:, None]
     count = jnp.maximum(mask.sum(), 1)
     centred = jnp.where(keep, queries - jnp.where(keep, queries, 0).sum(0) / count, 0)
