@@ -52,7 +52,8 @@ def get_config() -> ConfigDict:
     config.fetch = 1024
     config.overflow = "dense"
     config.top_j = config_dict.placeholder(int)
-    config.dtype = "float32"
+    config.rows_dtype = "float32"  # or bfloat16, as deployed
+    config.weights_dtype = "float32"  # bfloat16 for the 48B checkpoint
 
     config.batch = 8  # trials served together
     config.chunk = 256  # tokens of a prompt per prefill step

@@ -64,7 +64,7 @@ class Lab:
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
             folder = _checkpoint(config.checkpoint)
-            self.model = models.load(folder)
+            self.model = models.load(folder, dtype=_dtype("weights_dtype", config.weights_dtype))
             self.prose = needles.Prose(corpus.load(config.text), models.Tokenizer.load(folder))
             self.batches = [batch for prefix in config.prefixes for batch in self._batches(prefix)]
             self.specs = {batch.prefix: self._spec(batch) for batch in self.batches}
@@ -129,8 +129,9 @@ class Lab:
             allow_rope=config.allow_rope,
             block=block,
             ratio=1 / min(config.ratios),
-            **({"trace": True} if "trace" in CacheSpec.__dataclass_fields__ else {}),
-            **{name: config[name] for name in ("sinks", "rank", "fetch", "overflow", "top_j", "dtype")},
+            trace=True,
+            dtype=_dtype("rows_dtype", config.rows_dtype),
+            **{name: config[name] for name in ("sinks", "rank", "fetch", "overflow", "top_j")},
         )
 
 
@@ -146,6 +147,12 @@ def _check(config: ml_collections.ConfigDict) -> None:
         raise ValueError(f"depths={config.depths} must be at least two edges, like 0.1,0.8")
 
 
+def _dtype(name: str, value: str) -> jnp.dtype:
+    if value not in ("float32", "bfloat16"):
+        raise ValueError(f"{name}={value!r} must be float32 or bfloat16")
+    return jnp.dtype(value)
+
+
 def _checkpoint(path: str) -> pathlib.Path:
     """The folder as given, or under the root of the checkout."""
     return pathlib.Path(path) if pathlib.Path(path).exists() else ROOT / path
@@ -154,7 +161,8 @@ def _checkpoint(path: str) -> pathlib.Path:
 def fingerprint(folder: pathlib.Path) -> str:
     """A hash of a checkpoint: the first and last MiB of each file that decides what the model computes."""
     digest, end = hashlib.sha256(), 1 << 20
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model")):
+    names = ("config.json", "tokenizer_config.json", "tiktoken.model")
+    for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in names):
         with open(path, "rb") as file:
             digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(end))
             file.seek(max(0, path.stat().st_size - end))

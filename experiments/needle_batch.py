@@ -132,8 +132,6 @@ def found(spec: CacheSpec, batch: Batch, state: DecoderState, forced: Forced) ->
         return {}
     spans = batch.spans[:, None]  # [B, 1, T]
     kept = np.stack([np.asarray(cache.archive.kept) for cache in state.caches], axis=1)[..., : batch.prefix]
-    if getattr(forced.stats, "rows", None) is None:
-        return {"needle_kept": _share(kept, spans)}
     fetched = np.asarray(forced.stats.rows)[..., : batch.prefix]  # [L - 1, layers, B, T]
     fetched = (fetched & batch.steps[:, None, :, None]).any(0).swapaxes(0, 1)
     return {"needle_kept": _share(kept, spans), "needle_fetched": _share(fetched, spans)}

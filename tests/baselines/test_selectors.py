@@ -1,5 +1,6 @@
 """Every selector against an example worked out by hand: R = P = 1, one head, eight rows, two sinks."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ CONTENT = (5, 0, 0, 0, 0, 0, 0, 0)
 BRANCH = (1, 1, 1, 9, 1, -2, 1, 4)  # mean 2
 
 
-def observed(count=3, closed=8, content=CONTENT, branch=BRANCH, queries=((0, 0),), positions=(8,), mass=None, seed=0):
+def observed(
+    count=3, closed=8, spec=SPEC, content=CONTENT, branch=BRANCH, queries=((0, 0),), positions=(8,), mass=None, seed=0
+):
     rows = jnp.stack([jnp.asarray(content, jnp.float32), jnp.asarray(branch, jnp.float32)], axis=-1)[None]
     return Observed(
         rows=rows,
@@ -26,7 +29,7 @@ def observed(count=3, closed=8, content=CONTENT, branch=BRANCH, queries=((0, 0),
         positions=jnp.asarray(positions, jnp.int32)[None],
         mass=jnp.zeros((1, 8)) if mass is None else jnp.asarray(mass, jnp.float32)[None],
         seed=jnp.array([seed], jnp.uint32),
-        spec=SPEC,
+        spec=spec,
     )
 
 
@@ -131,6 +134,21 @@ def test_every_selector_keeps_the_sinks_and_exactly_the_budget(name, count, clos
     mask = baselines.select(baselines.SELECTORS[name](), observed(count=count, closed=closed))
     assert mask.sum() == min(closed, 2 + count)
     assert mask[0, :2].all() == (closed > 0)
+
+
+@pytest.mark.parametrize("name", baselines.SELECTORS)
+def test_a_budget_larger_than_the_prefix_keeps_what_exists(name):
+    # Rows 6 and 7 are padding, and would win by every score that looks at them.
+    roomy = dataclasses.replace(SPEC, budget=8)
+    facts = dict(count=8, closed=6, spec=roomy, branch=(1, 1, 1, 1, 1, 1, 99, 99), mass=(0, 0, 0, 0, 0, 0, 9, 9))
+    assert kept(name, **facts) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["sigma", "full_row", "norm", "h2o", "snapkv"])
+def test_ties_go_to_the_lower_position(name):
+    # Two of the tied rows 2, 3, ... are kept; full pooling windows tie for snapkv only in the middle of the rows.
+    tied = dict(content=(0,) * 8, branch=(1,) * 8, mass=(1,) * 8, count=2)
+    assert kept(name, **tied) == ([0, 1, 3, 4] if name == "snapkv" else [0, 1, 2, 3])
 
 
 def test_a_mask_is_taken_as_it_is():

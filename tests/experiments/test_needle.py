@@ -116,6 +116,9 @@ def test_where_the_needle_was(finished):
     # depth < .8 of 128, and the last m = 8 rows start at 120
     lost = [row["needle_kept"] for row in read(finished) if (row["method"], row["ratio"]) == ("streaming", 16)]
     assert_array_equal(lost, np.zeros((3, 1)))
+    fetched = [row["needle_fetched"] for row in read(finished) if row["ratio"] == 16 and row["fetched_per_step"] > 0]
+    assert len(fetched) == 9 and np.mean(fetched) > 0.5
+    assert not any(sum(row["needle_fetched"]) for row in read(finished) if row["method"] == "sigma")
     everything = [row["needle_kept"] for row in read(finished) if row["ratio"] == 1 and row["method"] != "dense"]
     assert_array_equal(everything, np.ones((3 * len(METHODS), 1)))
 
@@ -259,6 +262,21 @@ def test_the_last_batch_is_filled_up():
     assert [len(part.trials) for part in parts] == [2, 2, 2]
 
 
+def test_where_a_needle_was_by_layer():
+    batch = tiny_batch()  # spans: rows 1, 2 of trial 0, row 0 of trial 1
+    kept = [[[0, 1, 0, 1], [1, 1, 1, 0]], [[1, 1, 1, 0], [0, 0, 0, 0]]]  # [layers, B, A]
+    state = SimpleNamespace(caches=[SimpleNamespace(archive=SimpleNamespace(kept=np.array(k, bool))) for k in kept])
+    fetched = np.zeros((3, 2, 2, 4), bool)  # [L - 1, layers, B, A]
+    fetched[0, 0, 0, 2] = fetched[2, 1, 0, 1] = fetched[2, 1, 0, 2] = True
+    fetched[2, 0, 1, 0] = True  # a step that trial 1 did not take
+    forced = SimpleNamespace(stats=SimpleNamespace(rows=fetched))
+    spec = SimpleNamespace(activation=0, capacity=9)
+    measured = needle_batch.found(spec, batch, state, forced)
+    assert_allclose(measured["needle_kept"], [[0.5, 1], [1, 0]])  # [B, layers]
+    assert_allclose(measured["needle_fetched"], [[0.5, 1], [0, 0]])
+    assert needle_batch.found(SimpleNamespace(activation=10, capacity=9), batch, state, forced) == {}
+
+
 def test_verdicts():
     assert needle.judge({"nll": 1.4}, 0.5) == {"nll": 1.4, "nll_dense": 0.5, "intact": True, "dropped": False}
     assert not needle.judge({"nll": 1.6}, 0.5)["intact"]
@@ -334,6 +352,7 @@ def test_configs():
         ({"trials": 0}, "trials=0 must be at least 1"),
         ({"ratios": (0,)}, "ratios=.*at least 1"),
         ({"depths": (0.5,)}, "depths=.*two edges"),
+        ({"rows_dtype": "int8"}, "rows_dtype='int8' must be float32 or bfloat16"),
         ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
         ({"text": "no/such/file"}, "no/such/file.*does not exist"),
         ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder"),
