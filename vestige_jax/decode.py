@@ -31,6 +31,7 @@ class Stats:
     gate: Array | None  # [B] float32, share of heads whose gate is open
     attended: Array | None  # [B] float32, share of all rows attended this step
     fault: Array  # [B] int32, sticky bits of checks.Fault
+    rows: Array | None = None  # [B, A] bool, archived rows attended this step, if CacheSpec(trace=True)
 
 
 def append(spec: CacheSpec, cache: Cache, rows: Array, lengths: Array | None = None) -> Cache:
@@ -161,7 +162,14 @@ def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
         gate=none.astype(jnp.float32) if recalled is None else recalled.gate.mean(-1, dtype=jnp.float32),
         attended=(kept + cache.tail.length + fetched) / jnp.maximum(total, 1),
         fault=cache.fault,
+        rows=_traced(spec, cache, recalled, serve_dense) if spec.trace else None,
     )
+
+
+def _traced(spec, cache, recalled: Recalled | None, serve_dense) -> Array:
+    archived = ~cache.archive.kept & (jnp.arange(spec.archive_rows) < cache.archive.closed[:, None])
+    fetched = jnp.zeros_like(archived) if recalled is None else recalled.rows
+    return jnp.where(serve_dense[:, None], archived, fetched)
 
 
 def step(

@@ -25,6 +25,7 @@ class Recalled(NamedTuple):
     part: Part  # attention over the fetched rows
     fired: Array  # [B] int32, rows whose margin is >= 0, uncapped
     fetched: Array  # [B] int32
+    rows: Array | None  # [B, A] bool, the rows fetched, if CacheSpec(trace=True)
     overflowed: Array  # [B] bool, more fired than `fetch`
     gate: Array  # [B, H] bool, heads that may fire
 
@@ -48,8 +49,8 @@ def recall(spec: CacheSpec, cache: Cache, query: Array, attended: Part) -> Recal
         fired &= ~overflowed[:, None]  # the step serves such a sequence dense
     else:
         fired = lax.cond(overflowed.any(), functools.partial(_largest, spec), lambda m, f: f, margin, fired)
-    part, fetched = _fetch(spec, cache, query, probe, threshold, fired)
-    return Recalled(part, count, fetched, overflowed, open_)
+    part, fetched, rows = _fetch(spec, cache, query, probe, threshold, fired)
+    return Recalled(part, count, fetched, rows, overflowed, open_)
 
 
 def _certified(cache: Cache, probe: indexing.Probe) -> indexing.Probe:
@@ -72,7 +73,7 @@ def _largest(spec: CacheSpec, margin: Array, fired: Array) -> Array:
     return jnp.put_along_axis(jnp.zeros_like(fired), order, values >= 0, axis=-1, inplace=False)
 
 
-def _fetch(spec, cache, query, probe, threshold, fired) -> tuple[Part, Array]:
+def _fetch(spec, cache, query, probe, threshold, fired) -> tuple[Part, Array, Array | None]:
     """Attention over the fired rows, gathered at the smallest static width that holds them."""
     widths = spec.fetch_widths
     most = fired.sum(-1).max()
@@ -81,14 +82,22 @@ def _fetch(spec, cache, query, probe, threshold, fired) -> tuple[Part, Array]:
     return lax.switch(fits, branches, cache, query, probe, threshold, fired)
 
 
-def _fetch_width(spec, width, cache, query, probe, threshold, fired) -> tuple[Part, Array]:
+def _fetch_width(spec, width, cache, query, probe, threshold, fired) -> tuple[Part, Array, Array | None]:
     if width == 0:
         batch, heads, _ = query.shape
-        return empty(batch, heads, spec.latent_dim), jnp.zeros(batch, jnp.int32)
+        return empty(batch, heads, spec.latent_dim), jnp.zeros(batch, jnp.int32), fired if spec.trace else None
     position, count = members(fired, width)
     if spec.top_j is not None:
         position, count = _top_j(spec, cache, probe, threshold, position, count)
-    return attention.over(spec, query, take_rows(cache.archive.words, position), count), count
+    part = attention.over(spec, query, take_rows(cache.archive.words, position), count)
+    return part, count, _listed(position, count, fired) if spec.trace else None
+
+
+def _listed(position: Array, count: Array, fired: Array) -> Array:
+    """The fetch list as a mask of the archive, bool [B, A]."""
+    listed = jnp.arange(position.shape[1]) < count[:, None]
+    each = jnp.arange(position.shape[0])[:, None]
+    return jnp.zeros_like(fired).at[each, position].max(listed, mode="drop")
 
 
 def _top_j(spec, cache, probe, threshold, position, count) -> tuple[Array, Array]:

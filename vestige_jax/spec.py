@@ -51,6 +51,7 @@ class CacheSpec:
       archive_memory  'device'.
       implementation  of scan and attend in kernels_pallas; None picks the best for the device.
       stats           False removes the statistics from the compiled program (faults stay).
+      trace           True adds to the statistics which archived rows each step attended.
 
     Raises ValueError naming the field, its value and what would be right.
     """
@@ -82,6 +83,7 @@ class CacheSpec:
     bound: str = "calibrated"
     calibration: str = "prompt"
     stats: bool = True
+    trace: bool = False
 
     def __post_init__(self):
         self._check_sizes()
