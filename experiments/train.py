@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def update(graph, optimizer: optax.GradientTransformation, params, moments, ids,
     loss = lambda params: weighted_nll(nnx.merge(graph, params)(ids[:, :-1]), ids[:, 1:], weights[:, 1:])  # noqa: E731
     (_, seen), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     changes, moments = optimizer.update(gradient, moments, params)
-    return optax.apply_updates(params, changes), moments, {**seen, "gradient": optax.global_norm(gradient)}
+    return optax.apply_updates(params, changes), moments, {**seen, "gradient": optax.tree.norm(gradient)}
 
 
 def weighted_nll(logits: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
@@ -253,8 +253,7 @@ class _Log:
 
     def train(self, step: int, phase: Phase, seen: Step) -> dict[str, str]:
         values = {name: float(value) for name, value in seen.items()}
-        if not math.isfinite(values["loss"]):
-            raise UserError(f"the loss is {values['loss']} at step {step}: lower --config.rate")
+        check_finite(step, values)
         self._add({"step": step, "kind": "train", "length": phase.length, **values})
         return {name: f"{values[name]:.3f}" for name in ("answer", "text")}
 
@@ -265,6 +264,13 @@ class _Log:
     def _add(self, row: dict[str, Any]) -> None:
         if not self._run.done(row["step"], row["kind"]):
             self._run.add({**row, "seconds": round(self._before + time.monotonic() - self._started, 1)})
+
+
+def check_finite(step: int, values: Mapping[str, float]) -> None:
+    """Raises UserError when a step's numbers are no longer finite."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise UserError(f"step {step} gave {', '.join(bad)} that are not finite: lower --config.rate")
 
 
 def export(trainer: Trainer, state: State, folder: Path, out: Path, final: list[dict[str, Any]]) -> None:

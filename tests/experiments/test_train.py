@@ -9,7 +9,16 @@ from configs import train_tiny
 from experiments import runner, train
 from vestige_jax.models import Tokenizer, load
 
-STEPS = 6
+STEPS = 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Every run here compiles the same few programs."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +31,34 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def toy(text, tmp_path, repository):
-    """A config that trains in seconds."""
+def toy_config(text, repository, folder):
+    """A run of seconds."""
     config = train_tiny.get_config()
     config.tokenizer = str(repository / config.tokenizer)
-    config.checkpoint = str(tmp_path / "checkpoint")
+    config.checkpoint = str(folder / "checkpoint")
     config.text = str(text)
-    config.phases = ((64, 2, 4, 1.0), (96, 1, STEPS - 4, 0.5))
-    config.warmup = 2
-    config.log_every = config.save_every = 2
-    config.check_every, config.check_lengths, config.check_trials = 4, (128,), 1
+    config.phases = ((64, 2, STEPS, 1.0),)
+    config.rate, config.warmup = 1e-2, 2
+    config.log_every = 1
+    config.save_every = 10
+    config.check_every, config.check_lengths, config.check_trials = 20, (128,), 1
     config.final_lengths, config.final_trials = (128,), 2
     config.model.update(hidden_size=16, intermediate_size=16, num_hidden_layers=2, kv_lora_rank=8)
     config.model.linear_attn_config.update(kda_layers=(1,), full_attn_layers=(2,), num_heads=2, head_dim=8)
     return config
+
+
+@pytest.fixture
+def toy(text, tmp_path, repository):
+    return toy_config(text, repository, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory, repository):
+    """The folder of an uninterrupted run: out/ and checkpoint/."""
+    folder = tmp_path_factory.mktemp("finished")
+    train.main(toy_config(text, repository, folder), folder / "out")
+    return folder
 
 
 def weights(folder):
@@ -48,39 +70,42 @@ def rows(out):
     return [{name: value for name, value in row.items() if name != "seconds"} for row in lines]
 
 
-def test_a_killed_run_ends_as_an_uninterrupted_one(toy, tmp_path, monkeypatch):
-    train.main(toy, tmp_path / "whole")
-    whole = weights(toy.checkpoint)
+def test_training_lowers_the_loss(finished):
+    losses = [row["loss"] for row in rows(finished / "out") if row["kind"] == "train"]
+    assert len(losses) == STEPS
+    assert losses[0] > 6.5
+    assert np.mean(losses[-5:]) < losses[0] - 1.5
 
+
+def test_a_killed_run_ends_as_an_uninterrupted_one(finished, toy, tmp_path, monkeypatch):
     class Killed(train.Trainer):
         def batch(self, step):
-            if step == 5:  # one step after the last saved one
+            if step == 17:  # seven steps after the last saved one
                 raise KeyboardInterrupt
             return super().batch(step)
 
-    monkeypatch.setattr(train, "Trainer", Killed)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(toy, tmp_path / "cut")
-    monkeypatch.undo()
-    train.main(toy, tmp_path / "cut")
-    for a, b in zip(whole, weights(toy.checkpoint), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
-
-
-def test_the_checkpoint_says_what_it_is(toy, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Trainer", Killed)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(toy, tmp_path / "out")
+    assert len(rows(tmp_path / "out")) == 17
     train.main(toy, tmp_path / "out")
-    folder = tmp_path / "checkpoint"
+    for a, b in zip(weights(finished / "checkpoint"), weights(toy.checkpoint), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert rows(tmp_path / "out") == rows(finished / "out")
+
+
+def test_the_checkpoint_says_what_it_is(finished, text):
+    folder = finished / "checkpoint"
     facts = json.loads((folder / "training.json").read_text())
     assert facts["command"].startswith("python -m experiments.train")
-    assert facts["text_hash"] == train.corpus.load(toy.text).hash
+    assert facts["text_hash"] == train.corpus.load(str(text)).hash
     assert [row["prefix"] for row in facts["validation"]] == [128]
     card = (folder / "README.md").read_text()
     for part in (facts["text_hash"], facts["command"], "What it cannot do", "| 128 | 2 |"):
         assert part in card
     assert (folder / "loss.png").stat().st_size > 1000
-    tokenizer = Tokenizer.load(folder)
-    assert load(folder)(jnp.array([tokenizer.encode("some text")])).shape[-1] == tokenizer.vocab_size
+    assert Tokenizer.load(folder).vocab_size == load(folder).config.vocab_size
 
 
 def test_the_twin_differs_in_the_rotation_alone(toy):
@@ -97,6 +122,7 @@ def test_the_twin_differs_in_the_rotation_alone(toy):
 
 
 def test_batches_follow_the_phases(toy):
+    toy.phases = ((64, 2, 4, 1.0), (96, 1, STEPS - 4, 0.5))
     trainer = train.Trainer(toy)
     assert trainer.batch(3)[0].shape == (2, 65)
     assert trainer.batch(4)[0].shape == (1, 97)
@@ -119,26 +145,15 @@ def test_the_check_reads_the_answer_where_it_is(toy):
     state = trainer.init()
     trial = train.needles.trial(trainer.prose, 0, prefix=128, split="validation")
     nll, exact = trainer._trial(state, trial)
-    logits = trainer.model(state)(trial.ids[None])[0, -6:-1]
+    forward = jax.jit(lambda params, ids: train.nnx.merge(trainer.graph, params)(ids))
+    logits = forward(state.params, trial.ids[None])[0, -6:-1]
     expected = -jax.nn.log_softmax(logits)[jnp.arange(5), trial.answer].sum()
     np.testing.assert_allclose(nll, expected, rtol=1e-5)
     assert exact == bool((logits.argmax(-1) == trial.answer).all())
 
 
-def test_training_lowers_the_loss(toy, tmp_path):
-    toy.phases = ((64, 4, 40, 1.0),)
-    toy.log_every = 1
-    toy.rate = 1e-2
-    toy.check_every = 1000
-    train.main(toy, tmp_path / "out")
-    losses = [row["loss"] for row in rows(tmp_path / "out") if row["kind"] == "train"]
-    assert len(losses) == 40
-    assert losses[0] > 6.5
-    assert np.mean(losses[-5:]) < losses[0] - 2
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(toy, tmp_path):
-    toy.rate = 1e30
-    toy.log_every = 1
+def test_a_loss_that_is_not_finite_stops_the_run():
+    seen = {"loss": jnp.array(1.0), "gradient": jnp.array(jnp.nan)}
     with pytest.raises(runner.UserError, match="--config.rate"):
-        train.main(toy, tmp_path / "out")
+        train.check_finite(3, {name: float(value) for name, value in seen.items()})
+    train.check_finite(3, {"loss": 1.0})

@@ -12,8 +12,8 @@ def encoding(ranks, pattern=vocabulary.PATTERN):
 def test_merges_come_in_order_of_frequency_and_ties_go_to_the_smaller_bytes():
     ranks = vocabulary.train(["ab ab ab ab cd cd cd xx xx xx abab"], 260)
     new = [token for token, rank in sorted(ranks.items(), key=lambda item: item[1])[256:]]
-    # Words: ab, " ab" x3, " cd" x3, " xx" x3, " abab". So a+b 6, " "+ab 4, then pairs with 3 each, of which " "+c is the
-    # smallest, and of what is left " "+x comes before " c"+d.
+    # Words: ab, " ab" x3, " cd" x3, " xx" x3, " abab". So a+b 6, " "+ab 4, then pairs with 3 each, of which " "+c is
+    # the smallest, and of what is left " "+x comes before " c"+d.
     assert new == [b"ab", b" ab", b" c", b" x"]
 
 
