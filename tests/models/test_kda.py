@@ -41,11 +41,11 @@ def float32(arrays):
 chunked = jax.jit(kda.chunked, static_argnames="chunk")
 
 
-@pytest.mark.parametrize("time", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("time", [1, 7, 8, 9, 20])
 def test_chunked_equals_the_recurrence(time):
     """Whole and partial chunks, from a memory that is not empty, keys and values of different widths."""
     arrays = draw(time)
-    for actual, expected in zip(chunked(*float32(arrays)), naive(*arrays), strict=True):
+    for actual, expected in zip(chunked(*float32(arrays), chunk=8), naive(*arrays), strict=True):
         np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
@@ -72,6 +72,7 @@ def test_fastest_decay_does_not_overflow():
     arrays = draw(64, fastest=48.0)
     out, memory = chunked(*float32(arrays), chunk=64)
     expected, expected_memory = naive(*arrays)
+    # A sum over 64 tokens reaches -1500 here: decays taken as differences of such sums would be off by 1e-4.
     np.testing.assert_allclose(out, expected, atol=3e-6)
     np.testing.assert_allclose(memory, expected_memory, atol=3e-6)
     grads = jax.jit(jax.grad(lambda *a: jnp.sum(kda.chunked(*a, chunk=64)[0] ** 2), argnums=range(6)))(*float32(arrays))
@@ -90,7 +91,7 @@ def test_padding_leaves_the_memory():
     """g = 0 and beta = 0 is how padding is passed."""
     q, k, v, g, beta, memory = draw(40)
     padded = (q, k, v, np.where(np.arange(40)[:, None, None] < 9, g, 0), np.where(np.arange(40)[:, None] < 9, beta, 0))
-    _, after = chunked(*float32([*padded, memory]))
+    _, after = chunked(*float32([*padded, memory]), chunk=16)
     _, expected = naive(*(x[:, :9] for x in (q, k, v, g, beta)), memory)
     np.testing.assert_allclose(after, expected, atol=3e-6)
 
@@ -138,7 +139,7 @@ def test_gates_have_no_lower_bound_and_use_softplus(layer):
     g, beta = layer._gates(x)
     raw = np.einsum("bd,dk,khj->bhj", x, layer.f_a_proj[...], layer.f_b_proj[...]).astype(np.float64)
     expected = -np.exp(layer.A_log[...])[:, None] * np.logaddexp(0, raw + layer.dt_bias[...])
-    np.testing.assert_allclose(g, expected, rtol=1e-5)
+    np.testing.assert_allclose(g, expected, rtol=1e-4, atol=1e-4)
     assert g.min() < -1000
     np.testing.assert_allclose(beta, 1 / (1 + np.exp(-np.asarray(x @ layer.b_proj[...], np.float64))), atol=1e-6)
 

@@ -50,7 +50,7 @@ def recur(q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array) ->
 def chunked(
     q: Array, k: Array, v: Array, g: Array, beta: Array, memory: Array, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
-    """The recurrence over T tokens, C = `chunk` of them at a time (a power of two).
+    """The recurrence over T tokens, C = `chunk` of them at a time (a power of two; fewer for a shorter T).
 
     With G the running sum of g inside a chunk, D_ij = exp(G_i - G_j) per key channel, A_ij = beta_i <k_i, D_ij k_j> for
     j < i, and X = (I + A)^-1:
@@ -66,13 +66,12 @@ def chunked(
     Returns: (o [B,T,H,V], memory).
     """
     length = q.shape[1]
+    chunk = min(chunk, 1 << (length - 1).bit_length())
     q, k, v, g, beta = (_split(x, chunk) for x in (q, k, v, g, beta[..., None]))
-    total = jnp.cumsum(g, axis=-2)
-    inverse, among_queries = _triangles(q, k, beta, total)
-    solved = inverse @ (beta * jnp.concatenate([v, jnp.exp(total) * k], axis=-1))
+    inverse, among_queries, since, until = _triangles(q, k, beta, g)
+    solved = inverse @ (beta * jnp.concatenate([v, jnp.exp(since) * k], axis=-1))
     u, y = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    last = total[..., -1:, :]
-    steps = (u, y, jnp.exp(total) * q, jnp.exp(last - total) * k, jnp.exp(last[..., 0, :]), among_queries)
+    steps = (u, y, jnp.exp(since) * q, jnp.exp(until) * k, jnp.exp(since[..., -1, :]), among_queries)
     memory, out = jax.lax.scan(_advance, memory, steps)
     batch, heads, width = out.shape[1], out.shape[2], out.shape[-1]
     out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, width)
@@ -86,37 +85,44 @@ def _split(x: Array, chunk: int) -> Array:
     return jnp.transpose(x.reshape(batch, -1, chunk, heads, width), (1, 0, 3, 2, 4))
 
 
-def _triangles(q: Array, k: Array, beta: Array, total: Array) -> tuple[Array, Array]:
+def _triangles(q: Array, k: Array, beta: Array, g: Array) -> tuple[Array, Array, Array, Array]:
     """(I + A)^-1 with A_ij = beta_i <k_i, D_ij k_j> for j < i, and <q_i, D_ij k_j> for j <= i: two [..., C, C].
 
     Built by doubling: two solved diagonal blocks of size s and the s x s block below them give one of size 2s,
 
         [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
 
-    The decay between the halves splits at the first token of the second one, D_ij = exp(G_i - G_a) exp(G_a - G_j) with
-    j < a <= i: matrix products only, and still no positive exponent. (A power series of A would be as short, but loses
-    all its digits on repeated keys.)
+    (A power series of A would be as short, but loses all its digits on repeated keys.) The decay from j in the first half
+    to i in the second is a product at the boundary, exp(until_j) exp(since_i): matrix products only, and no positive
+    exponent. Both sums grow with the blocks, so none is a difference of large numbers; at the end they are the third and
+    fourth result, since_i = sum_{t<=i} g_t and until_i = sum_{t>i} g_t within the chunk.
     """
     chunk = k.shape[-2]
     inverse = jnp.ones((*k.shape[:-1], 1, 1), k.dtype)
     among_queries = jnp.sum(q * k, axis=-1)[..., None, None]
+    since, until = g[..., None, :], jnp.zeros_like(g)[..., None, :]
     size = 1
     while size < chunk:
-        (_, q1), (k0, k1), (_, b1), (g0, g1) = (_halves(x, size) for x in (q, k, beta, total))
-        anchor = g1[..., :1, :]
-        left, fall = jnp.swapaxes(k0 * jnp.exp(anchor - g0), -1, -2), jnp.exp(g1 - anchor)
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        below = second @ (b1 * fall * k1 @ left) @ first
-        inverse = _join(first, -below, second)
-        among_queries = _join(among_queries[..., 0::2, :, :], fall * q1 @ left, among_queries[..., 1::2, :, :])
+        k0, (q1, k1, b1) = _half(k, size, 0), (_half(x, size, 1) for x in (q, k, beta))
+        (s0, s1), (u0, u1) = _pair(since), _pair(until)
+        left, fall = jnp.swapaxes(k0 * jnp.exp(u0), -1, -2), jnp.exp(s1)
+        (first, second), (upper, lower) = _pair(inverse), _pair(among_queries)
+        inverse = _join(first, -(second @ (b1 * fall * k1 @ left) @ first), second)
+        among_queries = _join(upper, fall * q1 @ left, lower)
+        since = jnp.concatenate([s0, s0[..., -1:, :] + s1], axis=-2)
+        until = jnp.concatenate([u0 + s1[..., -1:, :], u1], axis=-2)
         size *= 2
-    return inverse[..., 0, :, :], among_queries[..., 0, :, :]
+    return inverse[..., 0, :, :], among_queries[..., 0, :, :], since[..., 0, :, :], until[..., 0, :, :]
 
 
-def _halves(x: Array, size: int) -> tuple[Array, Array]:
-    """First and second half of every block of 2 * size tokens: [..., C, K] -> two [..., C / (2 size), size, K]."""
-    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
+def _half(x: Array, size: int, which: int) -> Array:
+    """One half of every block of 2 * size tokens: [..., C, K] -> [..., C / (2 size), size, K]."""
+    return x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])[..., which, :, :]
+
+
+def _pair(blocks: Array) -> tuple[Array, Array]:
+    """First and second of every two blocks [..., N, s, s]."""
+    return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
 
 
 def _join(first: Array, below: Array, second: Array) -> Array:

@@ -126,7 +126,8 @@ class Tokenizer:
     def special(self, text: str) -> int:
         """The id of a special token; ValueError lists the known ones."""
         if text not in self.specials:
-            raise ValueError(f"no special token {text!r}; this tokenizer has {sorted(self.specials)[:20]}")
+            named = sorted(known for known in self.specials if "reserved" not in known)
+            raise ValueError(f"no special token {text!r}; this tokenizer has {named}")
         return self.specials[text]
 
     def _opening(self, role: str) -> list[int]:
