@@ -60,7 +60,7 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One question. `span`: first and last-plus-one token in `prefix` of the asked sentence; `spans`: of all of them."""
+    """One question. `span`: start and end (exclusive) of the asked sentence in `prefix`; `spans`: of every needle."""
 
     prefix: np.ndarray  # int32 [n], starts with BOS
     question: np.ndarray  # int32, comes after the cut
