@@ -16,8 +16,8 @@ The dense model on needles in held-out prose; NLL in nats, summed over the five 
 Prose, names and seeds are apart from those of the training data and from those of the test trials. Recipe and stopping
 point were chosen by this number alone, before any selector was run on the model.
 
-| prefix, tokens | trials | median NLL | mean | worst | below 1 nat | exact |
-|---|---|---|---|---|---|---|
+| prefix, tokens | needles in it | wording | trials | median NLL | mean | worst | below 1 nat | exact |
+|---|---|---|---|---|---|---|---|---|
 {table}
 
 ## Training
@@ -28,7 +28,8 @@ point were chosen by this number alone, before any selector was run on the model
 `train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
 then a question about each; answer digits have weight 1 in the loss, everything else {text_weight}.
 
-Text: {source}; a hash of a document's name puts two thirds into training, the rest is held out.
+Text: {source}.
+A hash of a document's name puts two thirds into training, the rest is held out.
 sha256 of the text: {text_hash}
 (it changes a little with the Python version; the committed weights and ranks do not).
 Vocabulary: byte pairs trained on the training split, single digits.
@@ -36,13 +37,19 @@ Vocabulary: byte pairs trained on the training split, single digits.
 ## What it cannot do
 
 - It is no language model: its prose is gibberish. It answers this one kind of question.
-- It copies five digits that follow a name, in wordings close to those it was trained on. Codes of another length, names
-  of another build, several facts per name, or reasoning over two needles were never trained.
+- It copies five digits that follow a name. `locker` in the table is a wording that it was never trained on; codes of
+  another length, names of another build, several facts per name, or reasoning over two needles were not trained either.
+- Many needles in one text are harder for it than one.
 - It was trained on at most {longest} tokens; validation covers prefixes up to {checked}. Nothing is known beyond.
 - Its branch, latents and heads are tiny ({shape}), so compression ratios, fetch rates and recall measured on it say
   little about the figures of a 48B model; they say whether the code does what it should.
 - English of the Python documentation only.
 """
+
+
+def cell(values: Mapping[str, Any]) -> str:
+    """Names one kind of check in one phrase."""
+    return f"{values['prefix']} tokens, {values['needles']} {values['template']}"
 
 
 def phrase(values: Mapping[str, Any]) -> str:
@@ -75,7 +82,8 @@ def render(name: str, facts: Mapping[str, Any], *, rope: bool) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     cells = [f"{row['nll_median']:.4f}", f"{row['nll_mean']:.4f}", f"{row['nll_max']:.4f}"]
-    return "| " + " | ".join([str(row["prefix"]), str(row["trials"]), *cells, *_shares(row)]) + " |"
+    facts = [str(row[name]) for name in ("prefix", "needles", "template", "trials")]
+    return "| " + " | ".join([*facts, *cells, *_shares(row)]) + " |"
 
 
 def _shares(row: Mapping[str, Any]) -> list[str]:
@@ -90,9 +98,10 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for name in ("answer", "text"):
         _curve(left, name, [(row["step"], row[name]) for row in rows if row["kind"] == "train"])
-    for prefix in sorted({row["prefix"] for row in rows if "prefix" in row}):
-        points = [(row["step"], max(row["nll_median"], 1e-6)) for row in rows if row.get("prefix") == prefix]
-        _curve(right, f"{prefix} tokens", points, marker="o")
+    checks = [row for row in rows if "prefix" in row]
+    for label in dict.fromkeys(map(cell, checks)):
+        points = [(row["step"], max(row["nll_median"], 1e-6)) for row in checks if cell(row) == label]
+        _curve(right, label, points, marker="o")
     left.set(xlabel="step", ylabel="nats per token", title="training", ylim=(0, None))
     right.set(xlabel="step", ylabel="median NLL of the answer, nats", title="validation needles", yscale="log")
     for axes in (left, right):

@@ -24,17 +24,44 @@ class Template:
     question: str
 
 
-TRAINED = {
-    "passcode": Template("The secret passcode for {key} is {code}.", "Answer: the secret passcode for {key} is "),
-    "vault": Template("The vault of {key} has the number {code}.", "Answer: the vault of {key} has the number "),
-    "ticket": Template("Note that {key} holds ticket {code}.", "Answer: {key} holds ticket "),
+def wording(claim: str, lead: str = "") -> Template:
+    """A sentence that claims a code for a key, and a question that repeats the claim up to the code."""
+    sentence = f"{lead}{claim} {{code}}."
+    return Template(sentence[0].upper() + sentence[1:], f"Answer: {claim} ")
+
+
+MAIN = "passcode"
+# The key comes before the code. With many wordings the model learns to look for the name, whatever is said about it.
+CLAIMS = {
+    MAIN: "the secret passcode for {key} is",
+    "vault": "the vault of {key} has the number",
+    "ticket": "{key} holds ticket",
+    "house": "{key} lives in house",
+    "room": "the room of {key} is",
+    "phone": "the phone number of {key} is",
+    "account": "the bank account of {key} ends in",
+    "parking": "{key} parks the car in space",
+    "seat": "the seat for {key} is",
+    "order": "{key} paid for order",
+    "flight": "{key} takes flight",
+    "score": "{key} made a score of",
+    "file": "the file on {key} is kept under",
+    "key": "the key of {key} is marked",
+    "invoice": "the invoice for {key} has number",
+    "member": "{key} is member",
+    "box": "letters for {key} go to box",
+    "course": "{key} teaches course",
+    "licence": "the licence of {key} reads",
+    "parcel": "the parcel from {key} weighs",
 }
+LEADS = ("Note that ", "Remember that ", "It is known that ", "As agreed, ", "By the way, ", "Keep in mind that ")
+TRAINED = {name: wording(claim) for name, claim in CLAIMS.items()}
+# Wordings that are never trained on: `locker` is for validation, `badge` for tests.
 UNSEEN = {
-    "badge": Template("Please write down that {key} wears badge {code}.", "Answer: {key} wears badge "),
-    "locker": Template("Remember: {code} opens the locker of {key}.", "Answer: the locker of {key} opens with "),
+    "locker": wording("the locker of {key} opens with"),
+    "badge": wording("{key} wears badge", "Please write down that "),
 }
 TEMPLATES = TRAINED | UNSEEN
-MAIN = "passcode"
 
 
 class Encoder(Protocol):
@@ -217,7 +244,7 @@ class Mixture:
     fewest: int = 2
     most: int = 5
     share: float = 0.8  # of the sequence, at most, that needles and questions take
-    main: float = 0.5  # chance of the main template; the others share the rest
+    main: float = 0.5  # chance of the main template, word by word; otherwise any claim and lead
     text_weight: float = 0.1  # of the loss on everything but answers
 
     def batch(self, prose: Prose, rng: np.random.Generator, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +271,7 @@ class Mixture:
         questions: list[np.ndarray] = []
         for _ in range(rng.integers(self.fewest, self.most + 1)):
             key = name(rng, "train", [needle.key for needle in needles])
-            needle = Needle(key, code(rng), TRAINED[self._template(rng)])
+            needle = Needle(key, code(rng), self._template(rng))
             line, question = _lines(prose, [needle])[0], prose.encode(needle.question)
             room -= len(line) + len(question) + DIGITS
             if room < 0 and needles:
@@ -252,6 +279,9 @@ class Mixture:
             needles, lines, questions = [*needles, needle], [*lines, line], [*questions, question]
         return needles, lines, questions
 
-    def _template(self, rng: np.random.Generator) -> str:
-        others = [name for name in TRAINED if name != MAIN]
-        return MAIN if rng.random() < self.main else others[rng.integers(len(others))]
+    def _template(self, rng: np.random.Generator) -> Template:
+        """The main template; or any claim, half of the time behind a lead."""
+        if rng.random() < self.main:
+            return TRAINED[MAIN]
+        claim = list(CLAIMS.values())[rng.integers(len(CLAIMS))]
+        return wording(claim, LEADS[rng.integers(len(LEADS))] if rng.random() < 0.5 else "")

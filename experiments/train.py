@@ -48,9 +48,9 @@ def main(config: ml_collections.ConfigDict, out: Path) -> None:
             if state.step % config.save_every == 0 or state.step == trainer.steps:
                 saved.save(state)
         rows = list(run.rows)
-        final = {row["prefix"]: row for row in rows if row["kind"].startswith("final")}
+        final = [row for row in rows if row["kind"].startswith("final")]
         card.plot(rows, out / "loss.png")
-        export(trainer, state, Path(config.checkpoint), out, list(final.values()))
+        export(trainer, state, Path(config.checkpoint), out, final)
 
 
 @jax.tree_util.register_dataclass
@@ -115,19 +115,20 @@ class Trainer:
             if state.step % config.log_every == 0 or state.step == self.steps:
                 bar.set_postfix(log.train(state.step, phase_at(self.phases, step), seen))
             if state.step % config.check_every == 0 and state.step < self.steps:
-                for length in config.check_lengths:
-                    log.check(state.step, "check", self.check(state, length, config.check_trials))
+                for kind in config.checks:
+                    log.check(state.step, "check", self.check(state, *kind, trials=config.check_trials))
             yield state
-        for length in config.final_lengths:
-            log.check(self.steps, "final", self.check(state, length, config.final_trials))
+        for kind in config.final_checks:
+            log.check(self.steps, "final", self.check(state, *kind, trials=config.final_trials))
         yield state
 
-    def check(self, state: State, length: int, trials: int) -> dict[str, float]:
-        """NLL in nats of the dense model on validation needles, answers teacher-forced."""
-        drawn = [needles.trial(self.prose, i, prefix=length, split="validation") for i in range(trials)]
+    def check(self, state: State, prefix: int, count: int, template: str, *, trials: int) -> dict[str, Any]:
+        """NLL in nats of the dense model on validation needles, `count` in each prefix, answers teacher-forced."""
+        facts = {"prefix": prefix, "needles": count, "template": template}
+        drawn = [needles.trial(self.prose, i, split="validation", **facts) for i in range(trials)]
         nll, exact = np.array([self._trial(state, trial) for trial in drawn]).T
         return {
-            "prefix": length,
+            **facts,
             "trials": trials,
             "nll_median": float(np.median(nll)),
             "nll_mean": float(np.mean(nll)),
@@ -257,9 +258,9 @@ class _Log:
         self._add({"step": step, "kind": "train", "length": phase.length, **values})
         return {name: f"{values[name]:.3f}" for name in ("answer", "text")}
 
-    def check(self, step: int, kind: str, values: dict[str, float]) -> None:
-        self._add({"step": step, "kind": f"{kind} {values['prefix']}", **values})
-        tqdm.tqdm.write(f"step {step}, validation needles at {values['prefix']}: " + card.phrase(values))
+    def check(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        self._add({"step": step, "kind": f"{kind}: {card.cell(values)}", **values})
+        tqdm.tqdm.write(f"step {step}, {card.cell(values)}: {card.phrase(values)}")
 
     def _add(self, row: dict[str, Any]) -> None:
         if not self._run.done(row["step"], row["kind"]):

@@ -41,8 +41,8 @@ def toy_config(text, repository, folder):
     config.rate, config.warmup = 1e-2, 2
     config.log_every = 1
     config.save_every = 10
-    config.check_every, config.check_lengths, config.check_trials = 20, (128,), 1
-    config.final_lengths, config.final_trials = (128,), 2
+    config.check_every, config.checks, config.check_trials = 20, ((128, 1, "passcode"),), 1
+    config.final_checks, config.final_trials = ((128, 1, "passcode"),), 2
     config.model.update(hidden_size=16, intermediate_size=16, num_hidden_layers=2, kv_lora_rank=8)
     config.model.linear_attn_config.update(kda_layers=(1,), full_attn_layers=(2,), num_heads=2, head_dim=8)
     return config
@@ -102,7 +102,7 @@ def test_the_checkpoint_says_what_it_is(finished, text):
     assert facts["text_hash"] == train.corpus.load(str(text)).hash
     assert [row["prefix"] for row in facts["validation"]] == [128]
     card = (folder / "README.md").read_text()
-    for part in (facts["text_hash"], facts["command"], "What it cannot do", "| 128 | 2 |"):
+    for part in (facts["text_hash"], facts["command"], "What it cannot do", "| 128 | 1 | passcode | 2 |"):
         assert part in card
     assert (folder / "loss.png").stat().st_size > 1000
     assert Tokenizer.load(folder).vocab_size == load(folder).config.vocab_size
