@@ -63,6 +63,7 @@ def split_of(name: str) -> str:
     return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
 
 
+@functools.cache
 def load(text: str | None = None) -> Corpus:
     """The standard library's text, or that of `text`: a file, or a folder of text files.
 

@@ -258,6 +258,8 @@ class Mixture:
         asked = rng.permutation(len(needles))
         tail = [part for i in asked for part in (questions[i], answers[i])]
         spare = length - 1 - sum(len(part) for part in (*lines, *tail))
+        if spare < 0:
+            raise ValueError(f"length={length} tokens cannot hold one needle and its question: use a longer sequence")
         cuts = np.sort(rng.integers(0, spare + 1, size=len(lines)))
         head, _ = _interleave(prose.bos, prose.draw("train", rng, spare), lines, cuts)
         marks = [np.full(len(part), i % 2) for i, part in enumerate(tail)]  # question, answer, question, ...

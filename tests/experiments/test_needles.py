@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -134,16 +136,36 @@ def test_training_sequences_ask_for_what_they_hold(prose, tokenizer):
         assert text.endswith(codes[-1])
 
 
-def test_training_never_uses_the_unseen_templates_or_held_out_names(prose, tokenizer):
-    ids, _ = needles.Mixture().batch(prose, np.random.default_rng(6), 40, 161)
+def test_training_never_uses_the_unseen_wordings_or_held_out_names(prose, tokenizer):
+    ids, _ = needles.Mixture(main=0.2).batch(prose, np.random.default_rng(6), 40, 161)
     text = tokenizer.decode(ids.ravel())
     for template in needles.UNSEEN.values():
-        assert template.sentence.split("{")[0].strip() not in text
-        assert template.question.split("{")[0].strip() not in text
-    assert not set(needles.TRAINED) & set(needles.UNSEEN)
+        for words in template.question.removeprefix("Answer: ").split("{key}"):
+            assert not words or words not in text
+    syllable = f"[{needles.CONSONANTS}][{needles.VOWELS}]"
+    names = {name for name in re.findall(r"\b[A-Z]\w{5}\b", text) if re.fullmatch(syllable * 3, name.lower())}
+    assert len(names) > 50
+    assert {corpus.split_of(name) for name in names} == {"train"}
+
+
+def test_the_mixture_has_every_wording_in_its_share(prose):
+    rng, mixture = np.random.default_rng(0), needles.Mixture(main=0.25)
+    drawn = [mixture._template(rng) for _ in range(2000)]
+    assert {template.question for template in drawn} == {template.question for template in needles.TRAINED.values()}
+    main = sum(template == needles.TRAINED[needles.MAIN] for template in drawn) / 2000
+    assert abs(main - (0.25 + 0.75 / 2 / len(needles.CLAIMS))) < 0.04
+    led = sum(template.sentence.startswith(needles.LEADS) for template in drawn) / 2000
+    assert abs(led - 0.75 / 2) < 0.05
 
 
 def test_needles_that_do_not_fit_are_left_out(prose):
-    ids, weights = needles.Mixture(fewest=5).batch(prose, np.random.default_rng(1), 4, 120)
-    assert ids.shape == (4, 120)
-    assert (weights == 1.0).sum(1).max() == 2 * needles.DIGITS
+    ids, weights = needles.Mixture(fewest=5).batch(prose, np.random.default_rng(1), 4, 160)
+    assert ids.shape == (4, 160)
+    asked = (weights == 1.0).sum(1) / needles.DIGITS
+    assert asked.min() >= 1
+    assert asked.max() < 5
+
+
+def test_a_sequence_too_short_for_one_needle_is_refused(prose):
+    with pytest.raises(ValueError, match="length=30"):
+        needles.Mixture().batch(prose, np.random.default_rng(1), 1, 30)
