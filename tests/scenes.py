@@ -1,7 +1,4 @@
-"""Small caches for tests: rows from several processes, filled caches of ragged lengths, and what they hold.
-
-`SOURCES` is the single place that says which rows the laws are tried on: add an entry and every law runs on it.
-"""
+"""Small filled caches of ragged lengths, and the comparison of what they serve with the oracle."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,35 +9,16 @@ import pytest
 
 import vestige_jax as vj
 from tests import oracle_attention as oracle
+from tests.sources import SOURCES
 
 R, P, H, C = 12, 4, 3, 16
-SCALE = 0.3
+SCALE, CAPACITY = 0.3, 84
 LENGTHS = (70, 37, 9)  # blocks of 16: 4 closed and a tail, 2 closed and a tail, a tail only
 
 
-def random_rows(rng, *shape) -> np.ndarray:
-    """Independent normal rows [..., n, C]."""
-    return rng.normal(size=(*shape, C)).astype(np.float32)
-
-
-def correlated_rows(rng, *shape) -> np.ndarray:
-    """Slowly changing rows around a common mean, with a salient outlier about every ninth, as a real sequence has."""
-    *batch, count = shape
-    noise = rng.normal(size=(*batch, count, C))
-    rows = np.zeros_like(noise)
-    for u in range(count):
-        rows[..., u, :] = 0.95 * rows[..., u - 1, :] + 0.3 * noise[..., u, :]
-    salient = rng.random((*batch, count)) < 1 / 9
-    rows[..., R:] += 4 * salient[..., None] * rng.normal(size=(*batch, count, P))
-    return (rows + rng.normal(size=C)).astype(np.float32)
-
-
-SOURCES = {"random": random_rows, "correlated": correlated_rows}
-
-
 def small_spec(**changes) -> vj.CacheSpec:
-    """Five blocks of 16 rows, a quarter kept besides 2 sinks, sketch rank 5 of 12, float32 throughout."""
-    fields = {"latent_dim": R, "branch_dim": P, "num_heads": H, "scale": SCALE, "capacity": 80}
+    """Five blocks of 16 rows and a tail that cannot fill, a quarter kept besides 2 sinks, rank 5 of 12, float32."""
+    fields = {"latent_dim": R, "branch_dim": P, "num_heads": H, "scale": SCALE, "capacity": CAPACITY}
     fields |= {"block": 16, "ratio": 1 / 4, "sinks": 2, "rank": 5, "fetch": 64}
     fields |= {"dtype": jnp.float32, "sketch_dtype": jnp.float32}
     return vj.CacheSpec(**(fields | changes))
@@ -81,6 +59,19 @@ class Scene(NamedTuple):
         rows = self.sequence(b).rows[mask]
         return oracle.attention(oracle.rounded(query, self.spec.dtype), rows, self.spec.latent_dim, self.spec.scale)
 
+    def z_that_fires(self, query, count: int) -> float:
+        """A z at which exactly `count` archived rows of sequence 0 fire."""
+        spec, sequence = self.spec, self.sequence(0)
+        archived = sequence.tier == oracle.ARCHIVED
+        peak = self.attention(0, query, ~archived).peak
+        known, certificate = oracle.index_terms(
+            oracle.rounded(query, spec.dtype), sequence.rows[archived], sequence.basis, latent_dim=spec.latent_dim,
+            scale=spec.scale, sketch_dtype=spec.sketch_dtype,
+        )  # fmt: skip
+        crossing = np.sort(((peak[:, None] - known) / certificate).min(0))
+        crossing = np.concatenate([[crossing[0] - 1], crossing, [crossing[-1] + 1]])
+        return crossing[count : count + 2].mean()
+
     def under(self, **policy) -> "Scene":
         """The same cache served under another policy."""
         return self._replace(spec=dataclasses.replace(self.spec, **policy))
@@ -113,13 +104,14 @@ def scene(seed=0, source="random", lengths=LENGTHS, **changes) -> Scene:
     """A filled cache of a small spec."""
     rng = np.random.default_rng(seed)
     spec = small_spec(**changes)
-    return fill(spec, SOURCES[source](rng, len(lengths), spec.capacity), lengths)
+    return fill(spec, SOURCES[source].rows(rng, len(lengths), spec.capacity), lengths)
 
 
 def queries_for(rng, rows, *shape) -> np.ndarray:
     """Queries [*shape, C] that each look for some row of rows [n, C], with noise: many are hard."""
-    wanted = rows[rng.integers(len(rows), size=shape)]
-    return (1.5 * wanted + rng.normal(size=(*shape, rows.shape[-1]))).astype(np.float32)
+    wanted = rows[rng.integers(len(rows), size=shape)] - rows.mean(0)
+    wanted[..., R:] *= 0.3  # else outliers, which are kept, win
+    return (2 * wanted + rng.normal(size=(*shape, rows.shape[-1]))).astype(np.float32)
 
 
 def asked(seed, size=2.0) -> np.ndarray:
@@ -147,3 +139,6 @@ def assert_served(here: Scene, query, out, stats, row=None):
         assert stats.gate[b] == pytest.approx(served.open.mean() if spec.recall == "certified" else 0)
         assert stats.clamped[b] == here.cache.calibration.clamped[b]
         assert stats.fault[b] == 0
+        if stats.rows is not None:
+            expected = served.attended[: len(tier)] & (tier == oracle.ARCHIVED)
+            np.testing.assert_array_equal(np.flatnonzero(stats.rows[b]), np.flatnonzero(expected))

@@ -12,7 +12,8 @@ import pytest
 import kernels_pallas
 import vestige_jax as vj
 from tests import oracle_attention as oracle
-from tests.scenes import SCALE, C, H, R, asked, random_rows, scene, small_spec
+from tests.scenes import CAPACITY, SCALE, C, H, R, asked, scene, small_spec
+from tests.sources import random_rows
 from vestige_jax import attention
 
 attend_chunk = jax.jit(vj.attend_chunk, static_argnums=0)
@@ -85,40 +86,40 @@ def test_the_attended_tier_and_the_whole_cache_are_brute_force_over_their_rows(d
             np.testing.assert_allclose(part.lse[b] - part.mean[b], exact.entropy, atol=1e-5)
 
 
-# --- prefill chunks: prompts of 44, 23 and 5 tokens, in any cut, into a cache of 45
+# --- prefill chunks: prompts up to the capacity, in any cut
 
-PROMPTS = (44, 23, 5)
+PROMPTS = (CAPACITY, 50, 5)
 CHUNK = 8
+WHOLE = [8] * 10 + [4]
 
 
 def prompt(seed):
     rng = np.random.default_rng(seed)
-    return 2 * rng.normal(size=(3, 44, H, C)).astype(np.float32), random_rows(rng, 3, 44)
+    return 2 * rng.normal(size=(3, CAPACITY, H, C)).astype(np.float32), random_rows(rng, 3, CAPACITY)
 
 
 def prefill(spec, queries, rows, cut):
-    """Attend and append in chunks of the lengths in `cut`; padding is NaN. Returns out [B, 44, H, R], mass, cache."""
-    cache, out, mass, start = vj.init(spec, 3), np.zeros((3, 44, H, R)), 0, 0
+    """Attend and append in chunks of the lengths in `cut`; padding is NaN. Returns out [B, T, H, R], mass, cache."""
+    cache, out, mass, start = vj.init(spec, 3), np.zeros((3, CAPACITY, H, R)), 0, 0
     for size in cut:
         lengths = np.clip(np.array(PROMPTS) - start, 0, size)
-        chunk_queries, chunk_rows = np.full((3, CHUNK, H, C), np.nan, "f"), np.full((3, CHUNK, C), np.nan, "f")
+        chunk_queries, chunk_rows = np.full((3, CHUNK, H, C), np.nan, "f"), np.full((3, CAPACITY, C), np.nan, "f")
         for b, n in enumerate(lengths):
             chunk_queries[b, :n], chunk_rows[b, :n] = (x[b, start : start + n] for x in (queries, rows))
-        given = (chunk_queries, chunk_rows, jnp.asarray(lengths, jnp.int32))
-        some, weight = attend_chunk(spec, cache, *given)
-        cache = vj.append(spec, cache, *given[1:])
+        some, weight = map(np.asarray, attend_chunk(spec, cache, chunk_queries, chunk_rows[:, :CHUNK], lengths))
+        cache = vj.append(spec, cache, chunk_rows, lengths)  # at a width that other tests have compiled
         for b, n in enumerate(lengths):
             out[b, start : start + n] = some[b, :n]
             np.testing.assert_array_equal(some[b, n:], 0)
-        mass, start = mass + np.asarray(weight), start + size
+        mass, start = mass + weight, start + size
     return out, mass, cache
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_are_dense_causal_attention_and_their_mass_its_column_sums(dtype):
-    spec = small_spec(capacity=45, dtype=dtype)
+    spec = small_spec(dtype=dtype)
     queries, rows = prompt(40)
-    out, mass, _ = prefill(spec, queries, rows, [8, 8, 8, 8, 8, 4])
+    out, mass, _ = prefill(spec, queries, rows, WHOLE)
     for b, n in enumerate(PROMPTS):
         exact, columns = oracle.causal(
             oracle.rounded(queries[b, :n], dtype), oracle.rounded(rows[b, :n], dtype), 0, R, SCALE
@@ -129,12 +130,12 @@ def test_chunks_are_dense_causal_attention_and_their_mass_its_column_sums(dtype)
     np.testing.assert_allclose(mass.sum(1), np.array(PROMPTS) * H, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cut", [[1] * 44, [3, 5, 8, 8, 8, 8, 4], [7, 8, 1, 8, 8, 5, 7]])
+@pytest.mark.parametrize("cut", [[1] * CAPACITY, [3, 5] + [8] * 9 + [4], [7, 8, 1] + [8] * 7 + [5, 7]])
 def test_how_a_prompt_is_cut_changes_neither_attention_nor_cache(cut):
-    spec = small_spec(capacity=45)
+    spec = small_spec()
     queries, rows = prompt(41)
     out, mass, cache = prefill(spec, queries, rows, cut)
-    whole_out, whole_mass, whole_cache = prefill(spec, queries, rows, [8, 8, 8, 8, 8, 4])
+    whole_out, whole_mass, whole_cache = prefill(spec, queries, rows, WHOLE)
     np.testing.assert_allclose(out, whole_out, atol=1e-5)
     np.testing.assert_allclose(mass, whole_mass, atol=1e-4)
     np.testing.assert_array_equal(vj.where(spec, cache), vj.where(spec, whole_cache))
@@ -162,6 +163,6 @@ def test_a_chunk_sees_archived_rows_too():
 )
 def test_bad_arguments_of_a_chunk_raise(spoil, words):
     queries, rows = (x[:, :CHUNK] for x in prompt(43))
-    spec = small_spec(capacity=45)
+    spec = small_spec()
     with pytest.raises(ValueError, match=words):
         vj.attend_chunk(spec, vj.init(spec, 3), *spoil(queries, rows, np.array([8, 3, 1])))

@@ -11,22 +11,9 @@ import pytest
 
 import vestige_jax as vj
 from tests import oracle_attention as oracle
-from tests.scenes import C, H, R, asked, assert_served, fill, random_rows, scene, small_spec
+from tests.scenes import CAPACITY, C, H, R, asked, assert_served, fill, scene, small_spec
+from tests.sources import random_rows
 from vestige_jax import attention, recall
-
-
-def z_that_fires(here, b, query, count) -> float:
-    """A z at which exactly `count` rows of sequence b fire."""
-    spec, sequence = here.spec, here.sequence(b)
-    archived = sequence.tier == oracle.ARCHIVED
-    peak = here.attention(b, query, ~archived).peak
-    known, certificate = oracle.index_terms(
-        query, sequence.rows[archived], sequence.basis, latent_dim=spec.latent_dim, scale=spec.scale,
-        sketch_dtype=spec.sketch_dtype,
-    )  # fmt: skip
-    crossing = np.sort(((peak[:, None] - known) / certificate).min(0))
-    crossing = np.concatenate([[crossing[0] - 1], crossing, [crossing[-1] + 1]])
-    return crossing[count : count + 2].mean()
 
 
 @pytest.mark.parametrize("rank", [0, R])
@@ -47,10 +34,17 @@ def test_a_full_rank_index_fetches_exactly_the_rows_that_beat_the_attended_tier(
 
 
 def test_z_may_be_negative():
-    here = scene(0, "correlated").calibrated(z=-0.4)
-    out, stats = vj.attend(here.spec, here.cache, asked(0))
-    assert 0 < stats.fired[0] < vj.attend(here.spec, here.calibrated(z=0.0).cache, asked(0))[1].fired[0]
-    assert_served(here, asked(0), out, stats)
+    here = scene(0)
+    archived = np.flatnonzero(here.sequence(0).tier == oracle.ARCHIVED)
+    query = 2 * here.rows[:, archived[:H]]
+    query[:, :, 5:R] *= 0.1  # the index sees most of what it looks for
+    query[1:] = asked(0)[1:]
+    z = here.z_that_fires(query[0], 2)
+    assert z < 0
+    here = here.calibrated(z)
+    out, stats = vj.attend(here.spec, here.cache, query)
+    assert stats.fired[0] == 2
+    assert_served(here, query, out, stats)
 
 
 def test_a_head_fires_only_above_its_gate_but_sees_what_others_fetch():
@@ -73,15 +67,15 @@ def long_scene():
 @pytest.mark.parametrize("fired", [0, 1, 64, 65, 512, 513, 900])
 def test_every_gather_width_gives_the_brute_force_answer(long_scene, fired):
     query = asked(21)
-    here = long_scene.calibrated(z_that_fires(long_scene, 0, query[0], fired))
+    here = long_scene.calibrated(long_scene.z_that_fires(query[0], fired))
     out, stats = vj.attend(here.spec, here.cache, query)
     assert stats.fired[0] == fired
     assert_served(here, query, out, stats)
 
 
 def test_as_many_fired_rows_as_fit_are_fetched_and_one_more_overflows():
-    here = scene(6).under(fetch=22)
-    fits, exceeds = (here.calibrated(z_that_fires(here, 0, asked(6)[0], n)) for n in (22, 23))
+    here = scene(6).under(trace=True, fetch=22)
+    fits, exceeds = (here.calibrated(here.z_that_fires(asked(6)[0], n)) for n in (22, 23))
     for now, overflow in [(fits, False), (exceeds, True)]:
         out, stats = vj.attend(now.spec, now.cache, asked(6))
         assert stats.overflowed[0] == overflow
@@ -89,7 +83,7 @@ def test_as_many_fired_rows_as_fit_are_fetched_and_one_more_overflows():
 
 
 def test_only_the_sequence_that_overflows_is_served_dense():
-    here = scene(6).under(fetch=22).calibrated(z=2.0)
+    here = scene(6).under(trace=True, fetch=22).calibrated(z=2.0)
     out, stats = vj.attend(here.spec, here.cache, asked(6))
     assert list(stats.overflowed) == [True, False, False], "the scene should overflow in its longest sequence alone"
     assert stats.fired[1] > 0
@@ -99,21 +93,21 @@ def test_only_the_sequence_that_overflows_is_served_dense():
 
 
 def test_truncating_fetches_the_rows_with_the_largest_margins():
-    here = scene(6).under(fetch=22, overflow="truncate").calibrated(z=2.0)
+    here = scene(6).under(trace=True, fetch=22, overflow="truncate").calibrated(z=2.0)
     out, stats = vj.attend(here.spec, here.cache, asked(6))
     assert stats.overflowed[0] and stats.fetched[0] == 22
     assert_served(here, asked(6), out, stats)
 
 
 def test_truncating_breaks_a_tie_of_margins_by_position():
-    here = scene(6).under(fetch=22, overflow="truncate").calibrated(z=2.0)
+    here = scene(6).under(trace=True, fetch=22, overflow="truncate").calibrated(z=2.0)
     served, keep = here.served(0, asked(6)[0]), here.cache.archive.kept
     by_margin = np.argsort(-served.margin.max(0), kind="stable")
     last, twin = by_margin[21], by_margin[30]
     rows = np.array(here.rows)
     rows[0, twin] = rows[0, last]
     rows[0, twin, 5:R] *= -1  # beyond the sketch: another row with the same index entry
-    tied = fill(small_spec(), rows, here.lengths).under(fetch=22, overflow="truncate")
+    tied = fill(small_spec(), rows, here.lengths).under(trace=True, fetch=22, overflow="truncate")
     tied = tied._replace(cache=vj.keep_set(small_spec(), tied.cache, keep)).calibrated(z=2.0)
     expected = tied.served(0, asked(6)[0])
     assert np.flatnonzero(expected.attended[[last, twin]] == (last < twin, twin < last)).size == 2
@@ -122,7 +116,7 @@ def test_truncating_breaks_a_tie_of_margins_by_position():
 
 @pytest.mark.parametrize("z, overflows", [(1.0, False), (2.0, True)])
 def test_top_j_fetches_at_most_j_rows_a_head_of_those_that_fired_and_fit(z, overflows):
-    here = scene(6).under(fetch=22, overflow="truncate", top_j=3).calibrated(z)
+    here = scene(6).under(trace=True, fetch=22, overflow="truncate", top_j=3).calibrated(z)
     out, stats = vj.attend(here.spec, here.cache, asked(6))
     assert stats.overflowed[0] == overflows
     assert 3 < stats.fetched[0] <= 3 * H and stats.fired[0] > stats.fetched[0]
@@ -130,7 +124,7 @@ def test_top_j_fetches_at_most_j_rows_a_head_of_those_that_fired_and_fit(z, over
 
 
 def test_overflow_is_judged_before_top_j_takes_its_share():
-    here = scene(6).under(fetch=22, top_j=3).calibrated(z=2.0)
+    here = scene(6).under(trace=True, fetch=22, top_j=3).calibrated(z=2.0)
     out, stats = vj.attend(here.spec, here.cache, asked(6))
     assert stats.overflowed[0] and not stats.overflowed[1]
     assert 0 < stats.fetched[1] <= 9
@@ -160,7 +154,7 @@ def assert_argmax_attended(spec, cache, query):
 def test_the_sound_mode_never_misses_the_best_row(sketch_dtype, fitted, seed, norm, looks):
     rng = np.random.default_rng(seed)
     spec = small_spec(rank=R - 1, sketch_dtype=sketch_dtype, **SOUND)
-    rows = norm * random_rows(rng, 3, 80)
+    rows = norm * random_rows(rng, 3, CAPACITY)
     rows[:, :, R - 1 : R] *= 10.0 ** -rng.integers(0, 6)  # down to a tiny eta: rounding is all there is
     here = fill(spec, rows, (80, 48, 64))
     query = rng.normal(size=(3, H, C))
@@ -176,7 +170,7 @@ def test_the_sound_mode_never_misses_the_best_row(sketch_dtype, fitted, seed, no
 def test_the_sound_mode_covers_a_sketch_that_rounds_the_best_row_down(sketch_dtype):
     spec = small_spec(rank=R - 1, sketch_dtype=sketch_dtype, **SOUND)
     ulp = 32 * float(jnp.finfo(sketch_dtype).eps)
-    rows = random_rows(np.random.default_rng(30), 3, 80)
+    rows = random_rows(np.random.default_rng(30), 3, CAPACITY)
     rows[:, 17] = 0
     rows[:, 17, : R - 1] = 32 + 0.49 * ulp  # rounds down in every coordinate; nothing beyond the sketch
     rows[:, 40] = rows[:, 17]
@@ -195,7 +189,7 @@ def test_the_sound_mode_needs_no_calibration_whatever_z_max_is():
     spec = small_spec(rank=5, sketch_dtype="float16", z_max=0.01, **SOUND)
     rng = np.random.default_rng(31)
     for _ in range(5):
-        here = fill(spec, random_rows(rng, 3, 80), (80, 48, 64))
+        here = fill(spec, random_rows(rng, 3, CAPACITY), (80, 48, 64))
         query = np.stack([here.rows[b, rng.integers(0, here.lengths[b], H)] for b in range(3)])
         query[..., :5] = query[..., R:] = 0  # the sketch and the branch see nothing of it
         assert_argmax_attended(spec, here.cache, jnp.asarray(query))
