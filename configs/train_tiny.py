@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     config.seed = 0
     config.rope = False
     # (tokens, sequences, steps, share of the main template): short first, where retrieval appears soonest.
-    config.phases = ((128, 30, 500, 1.0), (256, 15, 900, 0.4), (576, 7, 1200, 0.4))
+    config.phases = ((128, 30, 500, 1.0), (256, 15, 700, 0.4), (576, 7, 1200, 0.4))
 
     config.embedding = 0.5
     config.residual = 0.35

@@ -5,6 +5,7 @@ prose of a test trial was ever trained on, or seen by the validation that stops 
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,7 +32,8 @@ def wording(claim: str, lead: str = "") -> Template:
 
 
 MAIN = "passcode"
-# The key comes before the code. With many wordings the model learns to look for the name, whatever is said about it.
+# The key comes before the code. From many wordings, these and random ones, the model learns to look for the name,
+# whatever is said about it.
 CLAIMS = {
     MAIN: "the secret passcode for {key} is",
     "vault": "the vault of {key} has the number",
@@ -112,6 +114,7 @@ class Prose:
     def __init__(self, text: corpus.Corpus, encoder: Encoder):
         self.encoder, self.hash = encoder, text.hash
         self.bos = encoder.special("[BOS]")
+        self.words = _words(text)
         self._documents = {
             split: [np.array(encoder.encode(document.text + "\n\n"), np.int32) for document in text.split(split)]
             for split in corpus.SPLITS
@@ -133,6 +136,12 @@ class Prose:
                 if drawn >= length:
                     break
         return np.concatenate([np.zeros(0, np.int32), *parts])[:length]
+
+
+def _words(text: corpus.Corpus) -> list[str]:
+    """Lower-case words of the training prose, without those of the unseen wordings."""
+    found = {word for document in text.split("train") for word in re.findall(r"\b[a-z]{3,9}\b", document.text)}
+    return sorted(found - {word for template in UNSEEN.values() for word in template.sentence.lower().split()})
 
 
 def name(rng: np.random.Generator, split: str, taken: Sequence[str] = ()) -> str:
@@ -244,7 +253,7 @@ class Mixture:
     fewest: int = 2
     most: int = 5
     share: float = 0.8  # of the sequence, at most, that needles and questions take
-    main: float = 0.5  # chance of the main template, word by word; otherwise any claim and lead
+    main: float = 0.5  # chance of the main template; the rest is half claims, half random words
     text_weight: float = 0.1  # of the loss on everything but answers
 
     def batch(self, prose: Prose, rng: np.random.Generator, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +282,7 @@ class Mixture:
         questions: list[np.ndarray] = []
         for _ in range(rng.integers(self.fewest, self.most + 1)):
             key = name(rng, "train", [needle.key for needle in needles])
-            needle = Needle(key, code(rng), self._template(rng))
+            needle = Needle(key, code(rng), self._template(prose, rng))
             line, question = _lines(prose, [needle])[0], prose.encode(needle.question)
             room -= len(line) + len(question) + DIGITS
             if room < 0 and needles:
@@ -281,9 +290,13 @@ class Mixture:
             needles, lines, questions = [*needles, needle], [*lines, line], [*questions, question]
         return needles, lines, questions
 
-    def _template(self, rng: np.random.Generator) -> Template:
-        """The main template; or any claim, half of the time behind a lead."""
+    def _template(self, prose: Prose, rng: np.random.Generator) -> Template:
+        """The main template; or a claim, half of the time behind a lead; or, as often, random words and the key."""
         if rng.random() < self.main:
             return TRAINED[MAIN]
-        claim = list(CLAIMS.values())[rng.integers(len(CLAIMS))]
-        return wording(claim, LEADS[rng.integers(len(LEADS))] if rng.random() < 0.5 else "")
+        if rng.random() < 0.5:
+            claim = list(CLAIMS.values())[rng.integers(len(CLAIMS))]
+            return wording(claim, LEADS[rng.integers(len(LEADS))] if rng.random() < 0.5 else "")
+        before, after = rng.integers(0, 4), rng.integers(1, 4)
+        words = [prose.words[i] for i in rng.integers(len(prose.words), size=before + after)]
+        return wording(" ".join([*words[:before], "{key}", *words[before:]]))

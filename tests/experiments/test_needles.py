@@ -150,12 +150,18 @@ def test_training_never_uses_the_unseen_wordings_or_held_out_names(prose, tokeni
 
 def test_the_mixture_has_every_wording_in_its_share(prose):
     rng, mixture = np.random.default_rng(0), needles.Mixture(main=0.25)
-    drawn = [mixture._template(rng) for _ in range(2000)]
-    assert {template.question for template in drawn} == {template.question for template in needles.TRAINED.values()}
-    main = sum(template == needles.TRAINED[needles.MAIN] for template in drawn) / 2000
-    assert abs(main - (0.25 + 0.75 / 2 / len(needles.CLAIMS))) < 0.04
-    led = sum(template.sentence.startswith(needles.LEADS) for template in drawn) / 2000
-    assert abs(led - 0.75 / 2) < 0.05
+    drawn = [mixture._template(prose, rng) for _ in range(4000)]
+    questions = [template.question for template in drawn]
+    known = {template.question for template in needles.TRAINED.values()}
+    assert known < set(questions)
+    share = {
+        "main": sum(template == needles.TRAINED[needles.MAIN] for template in drawn) / 4000,
+        "random": sum(question not in known for question in questions) / 4000,
+        "led": sum(template.sentence.startswith(needles.LEADS) for template in drawn) / 4000,
+    }
+    expected = {"main": 0.25 + 0.375 / 2 / len(needles.CLAIMS), "random": 0.375, "led": 0.1875}
+    assert share == pytest.approx(expected, abs=0.03)
+    assert all("{key}" in question for question in questions)
 
 
 def test_needles_that_do_not_fit_are_left_out(prose):
