@@ -144,6 +144,7 @@ def test_training_never_uses_the_unseen_wordings_or_held_out_names(prose, tokeni
             assert not words or words not in text
     syllable = f"[{needles.CONSONANTS}][{needles.VOWELS}]"
     names = {name for name in re.findall(r"\b[A-Z]\w{5}\b", text) if re.fullmatch(syllable * 3, name.lower())}
+    names -= {word.capitalize() for word in prose.words}  # "Remove" is built like a name
     assert len(names) > 50
     assert {corpus.split_of(name) for name in names} == {"train"}
 
