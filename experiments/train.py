@@ -11,6 +11,7 @@ Recipe and stopping point are judged by one thing: the NLL of the dense model on
 and seeds are apart from those of the test trials. No selector is ever run here.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -78,18 +79,28 @@ class Trainer:
 
     def __init__(self, config: ml_collections.ConfigDict):
         self.config = config
-        self.tokenizer = Tokenizer.load(config.tokenizer)
-        self.prose = needles.Prose(corpus.load(config.text), self.tokenizer)
-        self.model_config = model_config(config, self.tokenizer)
         self.phases = [Phase(*phase) for phase in config.phases]
         self.steps = sum(phase.steps for phase in self.phases)
-        self.optimizer = optimizer(config, self.steps)
+        with plainly():
+            self.tokenizer = Tokenizer.load(config.tokenizer)
+            self.prose = needles.Prose(corpus.load(config.text), self.tokenizer)
+            self.model_config = model_config(config, self.tokenizer)
+            self.optimizer = optimizer(config, self.steps)
+            self._try()
         self.graph, _ = nnx.split(nnx.eval_shape(self._model))
         self._update = jax.jit(partial(update, self.graph, self.optimizer), donate_argnums=(0, 1))
         self._nll = jax.jit(partial(answer_nll, self.graph))
 
     def _model(self) -> Decoder:
         return Decoder(self.model_config, rngs=nnx.Rngs(self.config.seed))
+
+    def _try(self) -> None:
+        """Draws one of everything: what does not fit is said now, not in twenty minutes."""
+        Path(self.config.checkpoint).mkdir(parents=True, exist_ok=True)
+        for step in np.cumsum([0, *(phase.steps for phase in self.phases[:-1])]):
+            self.batch(int(step))
+        for prefix, count, template in (*self.config.checks, *self.config.final_checks):
+            needles.trial(self.prose, 0, prefix=prefix, needles=count, template=template, split="validation")
 
     def init(self) -> State:
         params = rescale(nnx.state(self._model(), nnx.Param), self.config)
@@ -144,6 +155,15 @@ class Trainer:
         return float(nll), bool(exact)
 
 
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """What the user asked for and cannot have is said in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+
+
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
     """The shapes of the config, the vocabulary of the tokenizer; the branch is rotated if `rope` says so."""
     shapes = json.loads(config.model.to_json())
@@ -175,6 +195,8 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
 
 def optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
     """AdamW under a clipped gradient; warm-up, then a cosine to `final` of the rate. Matrices decay, vectors do not."""
+    if not 0 <= config.warmup < steps:
+        raise ValueError(f"warmup={config.warmup} has to be shorter than the {steps} steps of the phases")
     rate = optax.warmup_cosine_decay_schedule(0.0, config.rate, config.warmup, steps, config.final * config.rate)
     matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
     return optax.chain(

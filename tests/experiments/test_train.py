@@ -158,3 +158,21 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     with pytest.raises(runner.UserError, match="--config.rate"):
         train.check_finite(3, {name: float(value) for name, value in seen.items()})
     train.check_finite(3, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"warmup": 99}, "warmup=99"),
+        ({"tokenizer": "nowhere"}, "nowhere"),
+        ({"text": "nowhere.txt"}, "nowhere.txt"),
+        ({"phases": ((20, 2, STEPS, 1.0),)}, "length=21"),
+        ({"checks": ((128, 1, "riddle"),)}, "riddle"),
+        ({"final_checks": ((128, 30, "passcode"),)}, "needles=30"),
+        ({"checkpoint": "/dev/null/folder"}, "/dev/null/folder"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_sentence_before_it_starts(toy, change, message):
+    toy.update(change)
+    with pytest.raises(runner.UserError, match=message):
+        train.Trainer(toy)
