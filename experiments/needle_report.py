@@ -15,6 +15,7 @@ MEANS = ("attended", "fetched_per_step", "fire_rate", "overflow")
 CELL = ("trials", "dropped", "intact", "lo", "hi", "exact", *MEANS)
 COLUMNS = ("method", "ratio", "prefix", *CELL)
 GRID_COLUMNS = ("method", "ratio", "prefix", "depth", *CELL)
+ORDER = ("ratio", "method", "prefix", "depth")
 MOST_DROPPED = 2 / 24
 """A cell that drops more than this share of its trials is unusable (VestigeKV §6)."""
 CAUTION = """\
@@ -37,11 +38,15 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
 
 
 def summarise(rows: Rows, by: Sequence[str]) -> list[dict[str, Any]]:
-    """One cell for each value of the fields `by`, in the order of their first rows."""
+    """One cell for each combination of the fields `by`: ratio by ratio, each field's values as they first come."""
     cells: dict[tuple, list] = {}
     for row in rows:
         cells.setdefault(tuple(row[field] for field in by), []).append(row)
-    return [dict(zip(by, place, strict=True)) | summarise_cell(group) for place, group in cells.items()]
+    summary = [dict(zip(by, place, strict=True)) | summarise_cell(group) for place, group in cells.items()]
+    for field in sorted(by, key=ORDER.index, reverse=True):  # sorting is stable: the first of ORDER comes last and wins
+        ranks = {value: rank for rank, value in enumerate(dict.fromkeys(row[field] for row in rows))}
+        summary.sort(key=lambda cell, field=field, ranks=ranks: ranks[cell[field]])
+    return summary
 
 
 def summarise_cell(rows: Rows) -> dict[str, Any]:

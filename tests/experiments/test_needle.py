@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import pathlib
 from types import SimpleNamespace
@@ -301,6 +302,15 @@ def test_a_cell_that_drops_more_than_two_in_24_is_unusable():
     assert cell["attended"] == 0.5
     place = {"method": "sigma", "ratio": 32, "prefix": 4096}
     assert "unusable" in needle_report.table([place | cell])
+
+
+def test_cells_stand_ratio_by_ratio_whatever_the_order_of_rows():
+    same = dict(dropped=False, intact=True, exact=True, prefix=64) | dict.fromkeys(needle_report.MEANS, 0.5)
+    batches = itertools.product(("near", "far"), (8, 32), ("b", "a"))
+    rows = [same | dict(depth=depth, ratio=ratio, method=method) for depth, ratio, method in batches]
+    cells = needle_report.summarise(rows, ("method", "ratio", "prefix", "depth"))
+    order = [(cell["ratio"], cell["method"], cell["depth"]) for cell in cells]
+    assert order == list(itertools.product((8, 32), ("b", "a"), ("near", "far")))
 
 
 def test_the_table_names_the_model_of_a_published_figure_and_warns():
