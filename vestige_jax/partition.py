@@ -142,7 +142,7 @@ def rerank(spec: CacheSpec, cache: Cache, which: Array) -> Cache:
 
 
 def keep_set(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:
-    """Install another selector's keep set and rebuild tier 1; it holds until a block of the sequence closes, or `close` is called.
+    """Install another keep set and rebuild tier 1; it holds until a block of the sequence closes, or `close` is called.
 
     Args
       kept bool [B, A]; entries past the closed rows are ignored, and so are those past the M rows that tier 1 holds.
