@@ -168,7 +168,7 @@ def test_observed_mass_sums_to_queries_times_heads(kimi, spec, ids):
 
 
 def test_forked_states_go_on_independently(kimi, spec, ids, reference, decode, halfway):
-    """All of a fork is copied, memory and convolution window too: the origin can be continued by other text and back."""
+    """All of a fork is copied, memory and convolution window too."""
     both = models.fork(spec, halfway, jnp.array([0, 0]))
     logits, both, _ = decode(jnp.array([ids[0, 40], 5]), both)
     close(logits[0], reference["logits"][0, 40])
