@@ -12,7 +12,7 @@ import vestige_jax as vk
 from vestige_jax import baselines
 from vestige_jax.baselines import Observed
 
-SPEC = vk.CacheSpec(1, 1, 1, 1.0, 8, block=8, kappa=1, sinks=2, budget=3, rank=1, dtype=jnp.float32)
+SPEC = vk.CacheSpec(1, 1, 1, 0.5, 8, block=8, kappa=1, sinks=2, budget=3, rank=1, dtype=jnp.float32)
 CONTENT = (5, 0, 0, 0, 0, 0, 0, 0)
 BRANCH = (1, 1, 1, 9, 1, -2, 1, 4)  # mean 2
 
@@ -89,10 +89,10 @@ def test_h2o_recent_gives_half_of_the_budget_to_the_last_rows():
 
 
 def test_snapkv_sums_softmax_and_averages_over_neighbours():
-    # Branches (0, 0, 0, ln 2, 0, 0, 0, 0). Query 1 at position 3 sees rows 0-3: weights 1/5 1/5 1/5 2/5.
+    # Branches (0, 0, 0, ln 2, 0, 0, 0, 0). Query 2 at scale .5 and position 3 sees rows 0-3: weights 1/5 1/5 1/5 2/5.
     # Query 0 (zero) at position 7 sees all eight: 1/8 each. A query at position -1 does not exist.
     branch = (0, 0, 0, math.log(2), 0, 0, 0, 0)
-    queries = ((0, 9), (0, 1), (0, 0))
+    queries = ((0, 9), (0, 2), (0, 0))
     facts = dict(branch=branch, content=(0,) * 8, queries=queries, positions=(-1, 3, 7))
     total = np.array([0.2, 0.2, 0.2, 0.4, 0, 0, 0, 0]) + 1 / 8
     raw = baselines.SELECTORS["snapkv"](kernel=1)(observed(**facts))
@@ -154,6 +154,8 @@ def test_ties_go_to_the_lower_position(name):
 def test_a_mask_is_taken_as_it_is():
     nuke = baselines.select(lambda o: o.live & (o.position < 2), observed())
     assert_array_equal(nuke[0], [True, True] + [False] * 6)
+    everything = baselines.select(lambda o: jnp.ones_like(o.mass, bool), observed(closed=6))
+    assert_array_equal(everything[0], [True] * 6 + [False] * 2)  # but padding is never kept
 
 
 def test_an_answer_of_the_wrong_shape_is_refused():
