@@ -1,10 +1,13 @@
-"""Trains the tiny Kimi Linear of the experiments: 0.39 M parameters that find a needle in real prose.
+"""Trains the tiny Kimi Linear of the experiments: 0.36 M parameters that find a needle in real prose.
 
     python -m experiments.train --config=configs/train_tiny.py
 
-Expected on two cores: about 25 minutes. Retrieval appears all at once within the first few hundred steps; at the end
-the dense model answers needles in held-out prose of 1k, 2k and 4k tokens with a median NLL far below 0.1 nats.
---config.rope=True trains the twin whose branch is rotated, with nothing else different.
+Expected on two cores: about 20 minutes. Retrieval appears all at once between steps 250 and 400; at the end the dense
+model answers needles in held-out prose of 1k, 2k and 4k tokens with a median NLL of 0.0015 nats, and those in a wording
+that it never saw with 0.015. Thirty needles in 4k tokens are harder: 0.66.
+
+--config.rope=True trains the twin whose branch is rotated, with nothing else different; give it its own
+--config.checkpoint and --out.
 """
 
 from ml_collections import ConfigDict, config_dict

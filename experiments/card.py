@@ -94,7 +94,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Training loss on answers and text, and the validation NLL at each prefix, against the step."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in ("answer", "text"):
         _curve(left, name, [(row["step"], row[name]) for row in rows if row["kind"] == "train"])
@@ -106,7 +106,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     right.set(xlabel="step", ylabel="median NLL of the answer, nats", title="validation needles", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
 
 

@@ -177,7 +177,7 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Mod
 def rescale(params: nnx.State, config: ml_collections.ConfigDict) -> nnx.State:
     """Embeddings of standard deviation `embedding`; what writes into the residual stream scaled by `residual`.
 
-    Otherwise the first blocks drown the tokens, and retrieval takes several times as many steps to appear.
+    At the initial scales of a big model (0.02) the output of the first blocks would be many times the embeddings.
     """
     scales = {"embed_tokens": config.embedding / config.model.get("initializer_range", 0.02)}
     scales |= dict.fromkeys(("o_proj", "down_proj"), config.residual)

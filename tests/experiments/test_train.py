@@ -176,3 +176,15 @@ def test_what_cannot_be_run_is_said_in_one_sentence_before_it_starts(toy, change
     toy.update(change)
     with pytest.raises(runner.UserError, match=message):
         train.Trainer(toy)
+
+
+def test_the_committed_model_still_answers(repository):
+    folder = repository / "vestige_jax" / "checkpoints" / "tiny_nope"
+    graph, params = train.nnx.split(load(folder))
+    prose = train.needles.Prose(train.corpus.load(), Tokenizer.load(folder))
+    read = jax.jit(lambda ids, start: train.answer_nll(graph, params, ids, start))
+    for index in range(4):
+        trial = train.needles.trial(prose, index, prefix=704, split="validation")
+        nll, exact = read(np.pad(trial.ids, (0, 768 - len(trial.ids)))[None], 704 + len(trial.question))
+        assert nll < 0.1
+        assert exact
