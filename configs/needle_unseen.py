@@ -2,10 +2,9 @@
 
     python -m experiments.needle --config=configs/needle_unseen.py
 
-"Please write down that KEY wears badge CODE." ... "The badge that KEY wears is ". Shows whether the cells of
+"Please write down that KEY wears badge CODE." ... "Answer: KEY wears badge ". Shows whether the cells of
 configs/needle.py hang on the trained wording. Expected: dense drops more trials than there; a cell with more than 2 of
-24 dropped is marked unusable and says nothing about its method. --config.template=locker is another such pair.
-Nothing was published for it.
+24 dropped is marked unusable and says nothing about its method. Nothing was published for it.
 """
 
 from ml_collections import ConfigDict

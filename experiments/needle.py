@@ -5,7 +5,6 @@ A trial is intact if the code costs less than one nat more than it does with den
 summary.csv, meta.json and needle.png; for more than one depth or prefix also grid.csv and heat maps.
 """
 
-import contextlib
 import hashlib
 import itertools
 import pathlib
@@ -17,8 +16,7 @@ import ml_collections
 
 from experiments import corpus, needle_batch, needle_report, needles, serving
 from experiments.needle_batch import Batch
-from experiments.rows import UserError
-from experiments.runner import ROOT, Run, launch
+from experiments.runner import ROOT, Run, launch, reading_input
 from vestige_jax import baselines, generation, models
 from vestige_jax.models import DecoderState
 from vestige_jax.spec import CacheSpec, keep_count
@@ -60,7 +58,7 @@ class Lab:
 
     def __init__(self, config: ml_collections.ConfigDict):
         self.config = config
-        with _plainly():
+        with reading_input():
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
             folder = _checkpoint(config.checkpoint)
@@ -168,15 +166,6 @@ def fingerprint(folder: pathlib.Path) -> str:
             file.seek(max(0, path.stat().st_size - end))
             digest.update(file.read(end))
     return digest.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """What the libraries refuse here is the user's to mend: one sentence, no traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Recipe and stopping point are judged by one thing: the NLL of the dense model on
 and seeds are apart from those of the test trials. No selector is ever run here.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -34,7 +33,7 @@ import tqdm
 from flax import nnx
 
 from experiments import card, corpus, needles
-from experiments.runner import Run, UserError, launch
+from experiments.runner import Run, UserError, launch, reading_input
 from vestige_jax.models import Decoder, ModelConfig, Tokenizer, save
 
 PADDING = 64  # validation sequences are padded to a multiple of this, so that few shapes are compiled
@@ -81,7 +80,7 @@ class Trainer:
         self.config = config
         self.phases = [Phase(*phase) for phase in config.phases]
         self.steps = sum(phase.steps for phase in self.phases)
-        with plainly():
+        with reading_input():
             self.tokenizer = Tokenizer.load(config.tokenizer)
             self.prose = needles.Prose(corpus.load(config.text), self.tokenizer)
             self.model_config = model_config(config, self.tokenizer)
@@ -153,15 +152,6 @@ class Trainer:
         ids[: len(trial.ids)] = trial.ids
         nll, exact = self._nll(state.params, ids[None], len(trial.prefix) + len(trial.question))
         return float(nll), bool(exact)
-
-
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
-    """What the user asked for and cannot have is said in one sentence."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
