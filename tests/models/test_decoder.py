@@ -29,7 +29,7 @@ def decode(kimi, spec):
 @pytest.fixture(scope="module")
 def halfway(kimi, spec, ids, prefill):
     """State after 40 tokens."""
-    return prefill(ids[:, :40], kimi.init_state(spec, 2))[1]
+    return prefill(ids, kimi.init_state(spec, 2), jnp.array([40, 40]))[1]
 
 
 def close(actual, expected, tolerance=TOLERANCE):
@@ -143,7 +143,7 @@ def test_prompt_queries_are_the_last_64_real_ones(kimi, spec, ids, prefill):
     """Their positions, per sequence, and their rows whatever the chunking."""
     lengths = jnp.array([83, 30])
     _, whole = prefill(ids, kimi.init_state(spec, 2), lengths)
-    _, first = prefill(ids[:, :40], kimi.init_state(spec, 2), jnp.minimum(lengths, 40))
+    _, first = prefill(ids, kimi.init_state(spec, 2), jnp.minimum(lengths, 40))
     rest = jnp.pad(ids[:, 40:], ((0, 0), (0, 40)))
     _, parts = prefill(rest, first, jnp.maximum(lengths - 40, 0))
     for state in (whole, parts):
@@ -225,9 +225,8 @@ def test_model_without_mla_has_no_stats(kimi, spec):
     close(again[0], jax.jit(model)(jnp.array([[1, 2, 3, 4]]))[0, 3])
 
 
-def test_calibrate_reaches_every_mla_layer(kimi, spec, ids, prefill):
-    _, state = prefill(ids, kimi.init_state(spec, 2))
-    state = jax.jit(functools.partial(kimi.calibrate, spec))(state)
+def test_calibrate_reaches_every_mla_layer(kimi, spec, halfway):
+    state = jax.jit(functools.partial(kimi.calibrate, spec))(halfway)
     basis = state.layers[2].cache.index.basis
     assert isinstance(state.layers[2], MLAState)
     assert np.abs(basis - np.eye(24, 8)).max() > 0.1

@@ -70,28 +70,28 @@ def test_cache_holds_the_rotated_branch_in_the_twin(layers, spec, x):
     np.testing.assert_allclose(rows[..., 24:], rope.rotate(raw, jnp.arange(30), 10000.0), atol=1e-5)
 
 
-def scores(layer, spec, x, start):
+def scores(layer, x, start):
     """Absorbed score of the last of x on each row, with positions from `start`."""
     at = start + jnp.arange(x.shape[1])
     query, rows = layer._absorb(layer._query(x, at)), layer._rows(x, at)
     return jnp.einsum("bhc,btc->bht", query[:, -1], rows)
 
 
-def test_position_offset_changes_nothing(layers, spec, x):
+def test_position_offset_changes_nothing(layers, x):
     """Scores depend on no position (NoPE) or on differences only (RoPE)."""
     for layer in layers:
-        near, far = scores(layer, spec, x, 0), scores(layer, spec, x, 512)
+        near, far = scores(layer, x, 0), scores(layer, x, 512)
         np.testing.assert_allclose(far, near, atol=2e-4 * np.abs(near).max())
 
 
-def test_only_the_twin_sees_distance(layers, spec, x):
+def test_only_the_twin_sees_distance(layers, x):
     """One query asked at two times of the same rows: equal without rotation, different with it."""
     at = jnp.arange(30)
     for layer, same in zip(layers, (True, False), strict=True):
         rows = layer._rows(x, at)
         asked = [layer._absorb(layer._query(x[:, :1], jnp.full((1,), t))) for t in (30, 90)]
         now, later = (jnp.einsum("bqhc,btc->bht", query, rows) for query in asked)
-        assert (np.abs(now - later).max() < 1e-5) is same
+        assert bool(np.abs(now - later).max() < 1e-5) is same
 
 
 def test_nope_model_ignores_the_order_of_earlier_tokens(layers, x):
