@@ -336,6 +336,8 @@ def test_a_grid_writes_a_heat_map_for_each_method(folder, tmp_path):
         ("sigma", "0.5-1"),
     ]
     assert {path.name for path in tmp_path.glob("*.png")} == {"needle.png", "grid-vestige-16.png", "grid-sigma-16.png"}
+    attended = {row["method"]: row["attended"] for row in read(tmp_path)}
+    assert attended["dense"] == 1 > attended["sigma"]
     depths = {row["depth"]: row["at"] / PREFIX for row in read(tmp_path)}
     assert depths["0-0.5"] < 0.5 <= depths["0.5-1"]
 
