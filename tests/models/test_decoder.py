@@ -169,11 +169,11 @@ def test_observed_mass_sums_to_queries_times_heads(kimi, spec, ids):
 
 def test_forked_states_go_on_independently(kimi, spec, ids, reference, decode, halfway):
     """All of a fork is copied, memory and convolution window too."""
-    both = models.fork(spec, halfway, jnp.array([0, 0]))
-    logits, both, _ = decode(jnp.array([ids[0, 40], 5]), both)
-    close(logits[0], reference["logits"][0, 40])
-    logits, _, _ = decode(jnp.array([ids[0, 41], 5]), both)
-    close(logits[0], reference["logits"][0, 41])
+    both = models.fork(spec, halfway, jnp.array([1, 1]))
+    logits, both, _ = decode(jnp.array([ids[1, 40], 5]), both)
+    close(logits[0], reference["logits"][1, 40])
+    logits, _, _ = decode(jnp.array([ids[1, 41], 5]), both)
+    close(logits[0], reference["logits"][1, 41])
     assert np.abs(logits[1] - logits[0]).max() > 0.01
 
 

@@ -92,10 +92,10 @@ def _triangles(q: Array, k: Array, beta: Array, g: Array) -> tuple[Array, Array,
 
         [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
 
-    (A power series of A would be as short, but loses all its digits on repeated keys.) The decay from j in the first half
-    to i in the second is a product at the boundary, exp(until_j) exp(since_i): matrix products only, and no positive
-    exponent. Both sums grow with the blocks, so none is a difference of large numbers; at the end they are the third and
-    fourth result, since_i = sum_{t<=i} g_t and until_i = sum_{t>i} g_t within the chunk.
+    (A power series of A would be as short, but loses all its digits on repeated keys.) The decay from j in the first
+    half to i in the second is a product at the boundary, exp(until_j) exp(since_i): matrix products only, and no
+    positive exponent. Both sums grow with the blocks, so none is a difference of large numbers; at the end they are the
+    third and fourth result, since_i = sum_{t<=i} g_t and until_i = sum_{t>i} g_t within the chunk.
     """
     chunk = k.shape[-2]
     inverse = jnp.ones((*k.shape[:-1], 1, 1), k.dtype)

@@ -75,7 +75,7 @@ class MLA(nnx.Module):
     ) -> tuple[Array, MLAState]:
         """Continues from `state` by x [B,T,D]: dense attention over every earlier row, then the rows are appended."""
         positions = vk.length(state.cache)[:, None] + jnp.arange(x.shape[1])
-        query, rows = self._absorb(self._query(x, positions)), self._rows(x, positions).astype(spec.dtype)
+        query, rows = self._absorb(self._query(x, positions)), self._rows(x, positions)
         out, mass = vk.attend_chunk(spec, state.cache, query, rows, lengths)
         cache = vk.append(spec, state.cache, rows, lengths)
         observed = None if state.mass is None else state.mass + mass
@@ -92,7 +92,7 @@ class MLA(nnx.Module):
     ) -> tuple[Array, MLAState, vk.Stats]:
         """One token x [B,D] through the cache; a sequence with active[b] false writes nothing."""
         positions = vk.length(state.cache)
-        query, row = self._absorb(self._query(x, positions)), self._rows(x, positions).astype(spec.dtype)
+        query, row = self._absorb(self._query(x, positions)), self._rows(x, positions)
         out, stats, cache = vk.step(spec, state.cache, query, row, active)
         return self._expand(out, x.dtype), dataclasses.replace(state, cache=cache), stats
 
