@@ -3,6 +3,7 @@
 import pathlib
 
 import hypothesis
+import jax
 import pytest
 
 # Property tests draw the same examples on every run, and a first call that compiles is not a slow example.
@@ -20,3 +21,11 @@ def repository() -> pathlib.Path:
 def golden(repository) -> pathlib.Path:
     """The folder of reference arrays."""
     return repository / "tests" / "golden"
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that spend their time in the compiler, on tiny shapes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

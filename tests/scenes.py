@@ -1,17 +1,19 @@
 """Small filled caches of ragged lengths, and the comparison of what they serve with the oracle."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vestige_jax as vj
 from tests import oracle_attention as oracle
-from tests.sources import SOURCES
+from tests.sources import SOURCES, C, H, P, R
+from vestige_jax import attention, recall
 
-R, P, H, C = 12, 4, 3, 16
 SCALE, CAPACITY = 0.3, 84
 LENGTHS = (70, 37, 9)  # blocks of 16: 4 closed and a tail, 2 closed and a tail, a tail only
 
@@ -142,3 +144,20 @@ def assert_served(here: Scene, query, out, stats, row=None):
         if stats.rows is not None:
             expected = served.attended[: len(tier)] & (tier == oracle.ARCHIVED)
             np.testing.assert_array_equal(np.flatnonzero(stats.rows[b]), np.flatnonzero(expected))
+
+
+attend_chunk = jax.jit(vj.attend_chunk, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both_parts(spec, cache, query):
+    """The attended tier, and everything."""
+    return attention.attended(spec, cache, query), attention.dense(spec, cache, query)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def best_scores(spec, cache, query):
+    """Best score per head over attended and fetched rows, and over all rows."""
+    near = attention.attended(spec, cache, query)
+    fetched = recall.recall(spec, cache, query, near)
+    return jnp.maximum(near.peak, fetched.part.peak), attention.dense(spec, cache, query).peak

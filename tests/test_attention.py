@@ -1,7 +1,5 @@
 """Exact attention by parts, and dense causal attention of prefill chunks, against float64."""
 
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,11 +10,10 @@ import pytest
 import kernels_pallas
 import vestige_jax as vj
 from tests import oracle_attention as oracle
-from tests.scenes import CAPACITY, SCALE, C, H, R, asked, scene, small_spec
+from tests.scenes import CAPACITY, SCALE, C, H, R, asked, attend_chunk, both_parts, scene, small_spec
 from tests.sources import random_rows
-from vestige_jax import attention
 
-attend_chunk = jax.jit(vj.attend_chunk, static_argnums=0)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @jax.jit
@@ -24,12 +21,6 @@ def three_parts(query, rows, counts):
     """Attention over the first counts[i] rows of each buffer rows[i], merged left to right."""
     parts = [kernels_pallas.attend(query, rows[i], counts[i], latent_dim=R, scale=SCALE) for i in range(3)]
     return kernels_pallas.merge(kernels_pallas.merge(parts[0], parts[1]), parts[2])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def both_parts(spec, cache, query):
-    """The attended tier, and everything."""
-    return attention.attended(spec, cache, query), attention.dense(spec, cache, query)
 
 
 @hypothesis.given(

@@ -13,6 +13,8 @@ from kernels_pallas.words import to_floats, to_words
 from tests.scenes import CAPACITY, C, H, R, asked, assert_served, scene
 from tests.sources import random_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 jitted_step = jax.jit(vj.step, static_argnums=0, donate_argnums=1)
 
 

@@ -13,6 +13,8 @@ from tests.scenes import SCALE, C, H, R, scene, small_spec
 from tests.sources import random_rows
 from vestige_jax import index
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 fit_basis = jax.jit(vj.fit_basis, static_argnums=1)
 
 

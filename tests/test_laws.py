@@ -13,10 +13,11 @@ import kernels_pallas
 import vestige_jax as vj
 from kernels_pallas import Part
 from tests import oracle_attention as oracle
-from tests.scenes import small_spec
+from tests.scenes import attend_chunk, both_parts, small_spec
 from tests.sources import SOURCES
-from tests.test_attention import attend_chunk, both_parts
 from vestige_jax import index
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTH, CLOSED = 75, 64
 every_source = pytest.mark.parametrize("name", sorted(SOURCES))

@@ -1,19 +1,17 @@
 """Recall: which archived rows fire, which of them are fetched, and that the sound mode misses none."""
 
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vestige_jax as vj
 from tests import oracle_attention as oracle
-from tests.scenes import CAPACITY, C, H, R, asked, assert_served, fill, scene, small_spec
+from tests.scenes import CAPACITY, C, H, R, asked, assert_served, best_scores, both_parts, fill, scene, small_spec
 from tests.sources import random_rows
-from vestige_jax import attention, recall
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("rank", [0, R])
@@ -136,14 +134,6 @@ def test_overflow_is_judged_before_top_j_takes_its_share():
 SOUND = {"bound": "sound", "fetch": 80}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def best_scores(spec, cache, query):
-    """Best score per head over attended and fetched rows, and over all rows."""
-    near = attention.attended(spec, cache, query)
-    fetched = recall.recall(spec, cache, query, near)
-    return jnp.maximum(near.peak, fetched.part.peak), attention.dense(spec, cache, query).peak
-
-
 def assert_argmax_attended(spec, cache, query):
     reached, best = best_scores(spec, cache, query)
     np.testing.assert_allclose(reached, best, rtol=2e-6, atol=1e-6)
@@ -179,7 +169,7 @@ def test_the_sound_mode_covers_a_sketch_that_rounds_the_best_row_down(sketch_dty
     only_40 = jnp.zeros((3, 80), bool).at[:, 40].set(True)
     query = jnp.zeros((3, H, C)).at[:, :, : R - 1].set(1.0)
     cache = vj.keep_set(spec, here.cache, only_40)
-    near = attention.attended(spec, cache, query).peak
+    near = both_parts(spec, cache, query)[0].peak
     _, best = best_scores(spec, cache, query)
     assert (near < best - 1e-5).all()
     assert_argmax_attended(spec, cache, query)

@@ -12,6 +12,8 @@ from kernels_pallas import reference
 from kernels_pallas.words import to_words
 from tests import oracle_attention as oracle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LATENT, BRANCH, WIDTH = 5, 2, 7
 SIZES = [1, 3, 2 * reference.CHUNK + 37]  # the last needs three passes, the third overlapping the second
 
