@@ -107,8 +107,8 @@ class Lab:
         facts = dict(prefix=prefix, seed=config.seed, template=config.template, needles=config.needles)
         trials = [
             ((f"{low:g}-{high:g}", index), needles.trial(self.prose, index, depth=(low, high), **facts))
-            for low, high in itertools.pairwise(config.depths)
-            for index in range(config.trials)
+            for depth, (low, high) in enumerate(itertools.pairwise(config.depths))
+            for index in range(depth * config.trials, (depth + 1) * config.trials)  # no needle at two depths
         ]
         return needle_batch.batches(prefix, trials, config.batch)
 

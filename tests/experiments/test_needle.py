@@ -334,21 +334,19 @@ def test_the_table_names_the_model_of_a_published_figure_and_warns():
 # The grid and the configs
 
 
-def test_a_grid_writes_a_heat_map_for_each_method(folder, tmp_path):
-    changes = dict(depths=(0.0, 0.5, 1.0), methods=("vestige", "sigma"))
+def test_a_grid_writes_a_heat_map_for_each_method(folder, finished, tmp_path):
+    before = read(finished)  # its needles, other depths: no shape is new
+    changes = dict(depths=(0.0, 0.3, 0.6, 1.0), trials=1, methods=("vestige", "sigma"))
     needle.main(make_config(folder, **changes), tmp_path)
     with open(tmp_path / "grid.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["method"], row["depth"]) for row in rows][2:6] == [
-        ("vestige", "0-0.5"),
-        ("vestige", "0.5-1"),
-        ("sigma", "0-0.5"),
-        ("sigma", "0.5-1"),
-    ]
+    cells = itertools.product(("vestige", "sigma"), ("0-0.3", "0.3-0.6", "0.6-1"))
+    assert [(row["method"], row["depth"]) for row in rows][3:9] == list(cells)
     maps = {f"grid-{method}-{ratio}.png" for method in ("vestige", "sigma") for ratio in (1, 16)}
     assert {path.name for path in tmp_path.glob("*.png")} == {"needle.png", *maps}
     depths = {row["depth"]: row["at"] / PREFIX for row in read(tmp_path)}
-    assert depths["0-0.5"] < 0.5 <= depths["0.5-1"]
+    assert depths["0-0.3"] < 0.3 <= depths["0.3-0.6"] < 0.6 <= depths["0.6-1"]
+    assert {row["trial"]: row["code"] for row in read(tmp_path)} == {row["trial"]: row["code"] for row in before}
 
 
 def test_configs():
