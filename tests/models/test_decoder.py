@@ -203,6 +203,8 @@ def test_wrong_ids_and_specs_are_refused(kimi, spec):
         kimi(jnp.zeros((3,), jnp.int32))
     with pytest.raises(ValueError, match="float32"):
         kimi(jnp.zeros((1, 3)))
+    with pytest.raises(ValueError, match=r"\(1, 0\).*at least one"):
+        kimi(jnp.zeros((1, 0), jnp.int32))
     with pytest.raises(ValueError, match="logits is 'lasst'"):
         kimi.prefill(spec, jnp.zeros((1, 3), jnp.int32), kimi.init_state(spec, 1), logits="lasst")
     other = models.ModelConfig(**{**vars(kimi.config), "kv_lora_rank": 32}).cache_spec(64, block=16, rank=8)

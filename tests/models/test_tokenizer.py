@@ -90,6 +90,11 @@ def test_model_vocabulary_larger_than_the_tokenizer():
         Tokenizer(BYTES, {}, vocab_size=512).decode([300])
 
 
+def test_id_in_a_gap_is_refused():
+    with pytest.raises(ValueError, match="300"):
+        Tokenizer(BYTES, {"[EOS]": 400}).decode([1, 300])
+
+
 def test_unknown_special_lists_the_known(tokenizer):
     with pytest.raises(ValueError, match=r"<\|im_start\|>.*\[BOS\]"):
         tokenizer.special("<|im_start|>")
@@ -126,4 +131,8 @@ def test_missing_and_damaged_ranks_are_named(tmp_path):
         Tokenizer.load(tmp_path)
     (tmp_path / "tiktoken.model").write_text("YQ== 0\nnot a rank line\n")
     with pytest.raises(ValueError, match="line 2"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tiktoken.model").write_text("YQ== 0\n")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.load(tmp_path)

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from vestige_jax.spec import CacheSpec
+
 # Keys that a checkpoint may carry and that change nothing in the mathematics here.
 _IGNORED = frozenset(
     "architectures auto_map attention_dropout chunk_size_feed_forward dtype head_dim id2label is_encoder_decoder "
@@ -143,14 +145,12 @@ class ModelConfig:
         """Whether the feed-forward part of a 0-based layer is a mixture of experts."""
         return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
-    def cache_spec(self, capacity: int, *, allow_rope: bool = False, **overrides):
+    def cache_spec(self, capacity: int, *, allow_rope: bool = False, **overrides) -> CacheSpec:
         """One `CacheSpec` that serves every MLA layer; `overrides` go to `CacheSpec` as they are.
 
         Raises ValueError when the branch is rotated, unless `allow_rope=True`: the method reads a signal that rotation
         destroys, so such a run is a control arm and must say so.
         """
-        from vestige_jax.spec import CacheSpec
-
         if self.rotated and not allow_rope:
             raise ValueError(
                 "mla_use_nope is false: the branch of this model is rotated, and VestigeKV selects by an unrotated "

@@ -182,6 +182,6 @@ def _at_end(x: Array, lengths: Array | None) -> Array:
 
 
 def _check_ids(ids: Array, rank: int) -> None:
-    if ids.ndim != rank or not jnp.issubdtype(ids.dtype, jnp.integer):
-        shape = "[B, T]" if rank == 2 else "[B]"
+    if ids.ndim != rank or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+        shape = "[B, T], at least one" if rank == 2 else "[B]"
         raise ValueError(f"ids has shape {ids.shape} and dtype {ids.dtype}, expected integers {shape}")

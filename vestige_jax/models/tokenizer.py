@@ -112,7 +112,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; a broken UTF-8 sequence becomes U+FFFD. Raises ValueError for an id outside the vocabulary."""
-        return self.encoding.decode(self._checked([int(i) for i in ids]))
+        ids = self._checked([int(i) for i in ids])
+        try:
+            return self.encoding.decode(ids)
+        except KeyError as error:
+            raise ValueError(f"token id {error} is in no vocabulary entry: the ids have a gap there") from None
 
     def chat(self, messages: Sequence[tuple[str, str]], *, prompt: bool = True) -> list[int]:
         """Kimi's chat layout of (role, text) pairs, roles 'system', 'user', 'assistant'; no [BOS].
@@ -167,4 +171,9 @@ def _read_ranks(path: pathlib.Path) -> dict[bytes, int]:
 
 
 def _json(path: pathlib.Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
