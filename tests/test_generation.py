@@ -9,13 +9,7 @@ from safetensors.numpy import load_file
 from vestige_jax import generation, models
 from vestige_jax.generation import Sampler
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Tiny shapes: the time is the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The golden Kimi checkpoint, its reference arrays, and a spec that attends every row."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
@@ -9,11 +8,8 @@ from vestige_jax import models
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These tests spend their time in the compiler, on tiny shapes: a quarter of it at -O0."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def compiled_quickly(quick_compilation):
+    """All modules here."""
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,7 @@ def twin(config, **changes):
 @pytest.fixture(scope="module")
 def layers(kimi):
     """(NoPE layer, RoPE twin with the same weights)."""
-    nope, turned = (
-        mla.MLA(config, rngs=nnx.Rngs(0), dtype=jnp.float32) for config in (kimi.config, twin(kimi.config))
-    )
+    nope, turned = (mla.MLA(config, rngs=nnx.Rngs(0), dtype=jnp.float32) for config in (kimi.config, twin(kimi.config)))
     return nope, turned
 
 
