@@ -2,9 +2,10 @@
 
     python -m experiments.needle --config=configs/needle_unseen.py
 
-"Please write down that KEY wears badge CODE." ... "Answer: KEY wears badge ". Shows whether the cells of
-configs/needle.py hang on the trained wording. Expected: dense drops more trials than there; a cell with more than 2 of
-24 dropped is marked unusable and says nothing about its method. Nothing was published for it.
+"The locker of KEY opens with CODE." Shows whether the cells of configs/needle.py hang on the trained wordings. The
+wording was picked by the dense model on validation needles. Expected: the same order of methods, a few trials dropped.
+--config.template=badge is another unseen wording, too hard for tiny_nope: dense drops 12 of 24 trials, so every cell is
+marked unusable. Nothing was published for either.
 """
 
 from ml_collections import ConfigDict
@@ -14,5 +15,5 @@ from configs import needle
 
 def get_config() -> ConfigDict:
     config = needle.get_config()
-    config.template = "badge"
+    config.template = "locker"
     return config
