@@ -13,7 +13,7 @@ Published (arXiv 2609.03949, Kimi-Linear-48B-A3B-Base): sigma 1.00 .88 .67; snap
 table prints each figure beside our cell: another model and other needles, so compare orders, not digits.
 
 More: --config.methods=norm+recall,snapkv+recall    any selector, with or without the recall tier
-      --config.fetch=16 --config.overflow=truncate  starves the recall tier: now the selector has to be right
+      --config.fetch=16 --config.overflow=truncate  at most 16 rows back a step: enough for one needle, near no bytes
       --config.text=PATH  --config.seed=1  --config.trials=48  --config.needles=5
 """
 
