@@ -3,8 +3,8 @@
     python -m experiments.needle --config=configs/needle.py
 
 Shows what tier 1 (sigma) keeps that other selectors lose, and what the recall tier brings back at what cost. Protocol:
-VestigeKV §6. The index has rank 8 of 32 and a step may fetch 1024 of about 3970 archived rows, so fetching everything
-is impossible. Every method holds exactly m + 4 rows a layer, m = 4096 / ratio.
+VestigeKV §6. The index has rank 8 of 32 and a step may fetch 1024 of about 3970 archived rows; a step in which more
+fire attends all of them and counts as overflow. Every method holds exactly m + 4 rows a layer, m = 4096 / ratio.
 
 Expected on tiny_nope, on two quiet cores in less than five minutes: dense drops at most 2 of 24 trials; vestige intact
 1.00 at 8x and 32x with mean attended below .25 and overflow below .1; h2o, streaming and random at most .1 at 32x;
@@ -13,7 +13,7 @@ Published (arXiv 2609.03949, Kimi-Linear-48B-A3B-Base): sigma 1.00 .88 .67; snap
 table prints each figure beside our cell: another model and other needles, so compare orders, not digits.
 
 More: --config.methods=norm+recall,snapkv+recall    any selector, with or without the recall tier
-      --config.fetch=16 --config.overflow=truncate  at most 16 rows back a step: enough for one needle, near no bytes
+      --config.fetch=16 --config.overflow=truncate  at most 16 rows a step: enough for a single needle
       --config.text=PATH  --config.seed=1  --config.trials=48  --config.needles=5
 """
 
