@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.parametrize("rank", [0, R])
 def test_an_index_of_no_or_full_rank_fires_as_its_equation_says(rank):
-    here = scene(2, "correlated", rank=rank).calibrated(z=0.3)
+    here = scene(2, "correlated", rank=rank)
+    here = here.calibrated(z=here.z_that_fires(asked(2)[0], 20) if rank < R else 8.0)
     assert_served(here, asked(2), *vj.attend(here.spec, here.cache, asked(2)))
 
 
@@ -164,14 +165,14 @@ def test_the_sound_mode_covers_a_sketch_that_rounds_the_best_row_down(sketch_dty
     rows[:, 17] = 0
     rows[:, 17, : R - 1] = 32 + 0.49 * ulp  # rounds down in every coordinate; nothing beyond the sketch
     rows[:, 40] = rows[:, 17]
-    rows[:, 40, 0] -= 0.01 * ulp  # scores a little less, and is kept
+    rows[:, 40, 0] -= 0.2 * ulp  # scores a little less, and is kept
     here = fill(spec, rows, (64, 64, 48))
     only_40 = jnp.zeros((3, 80), bool).at[:, 40].set(True)
     query = jnp.zeros((3, H, C)).at[:, :, : R - 1].set(1.0)
     cache = vj.keep_set(spec, here.cache, only_40)
     near = both_parts(spec, cache, query)[0].peak
     _, best = best_scores(spec, cache, query)
-    assert (near < best - 1e-5).all()
+    assert (near < best - 1e-3).all()
     assert_argmax_attended(spec, cache, query)
 
 
