@@ -126,6 +126,24 @@ def test_kimi_tokenizer_config_keeps_reserved_tokens(tmp_path):
     assert read.pattern == KIMI_PATTERN
 
 
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda lines: [], "holds no ranks"),
+        (lambda lines: lines[:100], "156 of the 256 single bytes are missing, the first is 100"),
+        (lambda lines: lines[:258], "has 258 ranks, but the first special id.*is 260: 2 ranks are missing"),
+        (lambda lines: lines[:257] + lines[258:], r"259 pieces must have the ranks 0\.\.258, no 257"),
+        (lambda lines: [*lines, "YXM9 260"], "has 261 ranks, but the first special id.*is 260: the two overlap"),
+    ],
+)
+def test_truncated_ranks_say_what_is_missing(tmp_path, damage, message):
+    Tokenizer({**BYTES, **WORDS}, {"[EOS]": 260, "[PAD]": 261}).save(tmp_path)
+    path = tmp_path / "tiktoken.model"
+    path.write_text("".join(f"{line}\n" for line in damage(path.read_text().splitlines())))
+    with pytest.raises(ValueError, match=rf"tiktoken\.model .*{message}"):
+        Tokenizer.load(tmp_path)
+
+
 def test_missing_and_damaged_ranks_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tiktoken\.model"):
         Tokenizer.load(tmp_path)

@@ -76,16 +76,19 @@ class Tokenizer:
         """Reads `tiktoken.model` and, where they exist, tokenizer_config.json (`pattern`, `added_tokens_decoder`) and
         the `vocab_size` of config.json.
 
-        Raises FileNotFoundError without the ranks, ValueError that names the line of a damaged one.
+        Raises FileNotFoundError without the ranks; ValueError that names the file and the line that is damaged, or what
+        is missing: a single byte, a rank, or the ranks up to the first special id of tokenizer_config.json.
         """
         folder = pathlib.Path(folder)
         if not (folder / RANKS).is_file():
             raise FileNotFoundError(f"no tokenizer ranks at {folder / RANKS}")
         ranks = _read_ranks(folder / RANKS)
         options, model = _json(folder / CONFIG), _json(folder / "config.json")
+        _check_ranks(folder / RANKS, ranks)
         specials = None
         if "added_tokens_decoder" in options:
             named = {item["content"]: int(i) for i, item in options["added_tokens_decoder"].items()}
+            _check_first_special(folder, len(ranks), named)
             # Kimi's tokenizer_config.json names only the tokens in use; the reserved places between are tokens too.
             specials = named if "pattern" in options else {**_reserved(len(ranks), named), **named}
         pattern = options.get("pattern", KIMI_PATTERN)
@@ -168,6 +171,26 @@ def _read_ranks(path: pathlib.Path) -> dict[bytes, int]:
         except (ValueError, binascii.Error) as error:
             raise ValueError(f"{path}, line {number} is not 'base64 rank': {line[:60]!r}") from error
     return ranks
+
+
+def _check_ranks(path: pathlib.Path, ranks: Mapping[bytes, int]) -> None:
+    bad = f"{path} is damaged or truncated, download it again"
+    if not ranks:
+        raise ValueError(f"{bad}: it holds no ranks")
+    bytes_left = [i for i in range(256) if bytes([i]) not in ranks]
+    if bytes_left:
+        raise ValueError(f"{bad}: {len(bytes_left)} of the 256 single bytes are missing, the first is {bytes_left[0]}")
+    ids_left = sorted(set(range(len(ranks))) - set(ranks.values()))
+    if ids_left:
+        raise ValueError(f"{bad}: its {len(ranks)} pieces must have the ranks 0..{len(ranks) - 1}, no {ids_left[0]}")
+
+
+def _check_first_special(folder: pathlib.Path, count: int, named: Mapping[str, int]) -> None:
+    """Special tokens follow the ranks without a gap: their first id says how many ranks the file had."""
+    first = min(named.values(), default=count)
+    if first != count:
+        wrong = f"{folder / RANKS} has {count} ranks, but the first special id in {CONFIG} is {first}"
+        raise ValueError(f"{wrong}: {f'{first - count} ranks are missing' if first > count else 'the two overlap'}")
 
 
 def _json(path: pathlib.Path) -> dict:
