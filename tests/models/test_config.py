@@ -81,6 +81,37 @@ def test_value_that_needs_other_code_is_named(raw, key, value):
     refuse(raw, key, **{key: value})
 
 
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("mla_use_nope", "false", "true or false"),
+        ("mla_use_nope", 0, "true or false"),
+        ("hidden_size", "64", "an integer"),
+        ("hidden_size", 64.0, "an integer"),
+        ("hidden_size", True, "an integer"),
+        ("kv_lora_rank", None, "an integer"),
+        ("num_hidden_layers", "3", "an integer"),
+        ("rms_norm_eps", "1e-5", "a finite number"),
+        ("rms_norm_eps", float("nan"), "a finite number"),
+        ("bos_token_id", "1", "an integer or null"),
+        ("eos_token_id", "2", "integers"),
+        ("tie_word_embeddings", 0, "False"),
+    ],
+)
+def test_value_of_another_type_is_named(raw, key, value, expected):
+    refuse(raw, f"config: {key} is .*{str(value)[:3]}.*, expected {expected}", **{key: value})
+
+
+def test_types_inside_the_linear_attention_config_are_named(raw):
+    linear = raw["linear_attn_config"]
+    for key, value in {"num_heads": "4", "head_dim": None, "kda_layers": "12", "full_attn_layers": ["3"]}.items():
+        refuse(raw, rf"linear_attn_config\.{key} is", linear_attn_config={**linear, key: value})
+
+
+def test_a_whole_number_is_a_float_too(raw):
+    assert ModelConfig.from_json({**raw, "routed_scaling_factor": 2}).routed_scaling_factor == 2
+
+
 def test_missing_and_unknown_keys_are_named(raw):
     refuse(raw, "missing keys.*kv_lora_rank", kv_lora_rank="absent")
     refuse(raw, "unknown keys.*sliding_window", sliding_window=4096)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vestige_jax.spec import CacheSpec
@@ -74,6 +75,7 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self):
+        _check_types(self)
         for name in _POSITIVE:
             _check(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         layers = set(range(self.num_hidden_layers))
@@ -91,7 +93,7 @@ class ModelConfig:
         """Reads a `config.json` (path, folder that holds one, or the parsed mapping).
 
         Raises ValueError that names the key: for an architecture that is not built here, a key that is missing or
-        unknown, or a value that would need other mathematics.
+        unknown, a value of another type (no number is read from text), or one that would need other mathematics.
         """
         raw = dict(source) if isinstance(source, Mapping) else _read(pathlib.Path(source))
         _check_architecture(raw)
@@ -99,7 +101,8 @@ class ModelConfig:
         for key, allowed in _FIXED.items():
             if key in raw:
                 value = raw.pop(key)
-                _check(value in allowed, key, value, " or ".join(map(repr, allowed)))
+                same = any(value == fixed and type(value) is type(fixed) for fixed in allowed)
+                _check(same, key, value, " or ".join(map(repr, allowed)))
         kv_heads = raw.get("num_key_value_heads", raw.get("num_attention_heads"))
         _check(kv_heads == raw.get("num_attention_heads"), "num_key_value_heads", kv_heads, "num_attention_heads")
         values = _flatten_linear(raw)
@@ -171,6 +174,35 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
         raise ValueError(f"config: {name} is {value!r}, expected {expected}")
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float) and math.isfinite(value)
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_int, value))
+
+
+# Annotation -> (whether a value is one, its name). True is no integer here, though Python says so.
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_int, "an integer"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "float": (_is_float, "a finite number"),
+    "int | None": (lambda value: value is None or _is_int(value), "an integer or null"),
+    "tuple[int, ...]": (_is_ints, "integers"),
+}
+
+
+def _check_types(config: ModelConfig) -> None:
+    for field in dataclasses.fields(config):
+        fits, expected = _TYPES[field.type]
+        value = getattr(config, field.name)
+        _check(fits(value), field.name, value, expected)
+
+
 def _read(path: pathlib.Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -195,17 +227,26 @@ def _flatten_linear(raw: dict[str, Any]) -> dict[str, Any]:
     linear = raw.pop("linear_attn_config", None)
     _check(isinstance(linear, Mapping), "linear_attn_config", linear, "a mapping with kda_layers and full_attn_layers")
     linear = dict(linear)
-    full, kda = linear.pop("full_attn_layers", None), linear.pop("kda_layers", None)
+    full, kda = (_layers(linear, key) for key in ("full_attn_layers", "kda_layers"))
     layers = raw.get("num_hidden_layers", 0)
-    every = sorted([*(full or ()), *(kda or ())])
+    _check(_is_int(layers), "num_hidden_layers", layers, "an integer")
+    every = sorted([*full, *kda])
     _check(every == list(range(1, layers + 1)), "kda_layers + full_attn_layers", every, f"each of 1..{layers} once")
     values = dict(raw, full_attn_layers=tuple(i - 1 for i in full))
     for ours, theirs in (("kda_num_heads", "num_heads"), ("kda_head_dim", "head_dim")):
-        _check(theirs in linear, f"linear_attn_config.{theirs}", None, "an integer")
-        values[ours] = linear.pop(theirs)
+        values[ours] = linear.pop(theirs, None)
+        _check(_is_int(values[ours]), f"linear_attn_config.{theirs}", values[ours], "an integer")
     values["short_conv_kernel_size"] = linear.pop("short_conv_kernel_size", 4)
     _check(not linear, "linear_attn_config", sorted(linear), "no other keys")
     return values
+
+
+def _layers(linear: dict[str, Any], key: str) -> tuple[int, ...]:
+    value = linear.pop(key, None)
+    value = () if value is None else value
+    fits = isinstance(value, list | tuple) and _is_ints(tuple(value))
+    _check(fits, f"linear_attn_config.{key}", value, "a list of integers")
+    return tuple(value)
 
 
 def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -217,8 +258,8 @@ def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     missing = sorted(required - set(values))
     if missing:
         raise ValueError(f"config: missing keys {missing}")
-    # A null count (num_experts of a dense model) means the field's default.
-    values = {k: v for k, v in values.items() if k in fields and (v is not None or fields[k].default is None)}
-    eos = values.pop("eos_token_id", None)
-    values["eos_token_id"] = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return values
+    eos = values.get("eos_token_id")
+    if eos is not None:
+        values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    # A null count (num_experts of a dense model) means the field's default; a required one is refused by its type.
+    return {k: v for k, v in values.items() if k in fields and (v is not None or k in required)}
