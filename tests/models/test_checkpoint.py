@@ -54,6 +54,17 @@ def test_misshaped_tensors_are_named_with_both_shapes(folder):
         models.load(folder)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.block_sparse_moe.experts.3.w2.weight"])
+def test_weights_that_are_not_finite_are_named(folder, name, value):
+    def change(tensors):
+        tensors[name][1, 2:4] = value
+
+    edit(folder, change)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: 2 of the \d+ values of {name} are not finite"):
+        models.load(folder)
+
+
 def test_all_problems_are_told_at_once(folder):
     edit(folder, lambda t: [t.pop("lm_head.weight"), t.update(extra=np.zeros(3, np.float32))])
     with pytest.raises(ValueError, match=r"missing: lm_head\.weight; extra: extra"):

@@ -48,8 +48,8 @@ def load(path: str | pathlib.Path, *, dtype=jnp.float32) -> Decoder:
       path: the folder.
       dtype: of every parameter except the decay's `A_log` and `dt_bias`, which stay float32.
 
-    Raises: FileNotFoundError for a missing file; ValueError that names each missing, extra or misshaped tensor, a
-      damaged or truncated file, or what is wrong with the config.
+    Raises: FileNotFoundError for a missing file; ValueError that names each missing, extra or misshaped tensor, the
+      first with a value that is not finite, a damaged or truncated file, or what is wrong with the config.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -180,7 +180,7 @@ def _read_all(
         with _opened(shard) as file:
             for name in file.keys():  # noqa: SIM118
                 path, i = where[name]
-                param, value = flat[path], entries[path].read(file.get_tensor(name))
+                param, value = flat[path], entries[path].read(_finite(shard, name, file.get_tensor(name)))
                 if path[-1] in _EXPERTS:
                     value = _stack(waiting.pop(path, None), value, i, param)
                 left[path] -= 1
@@ -188,6 +188,14 @@ def _read_all(
                     waiting[path] = value
                 else:
                     yield path, jnp.asarray(value, param.dtype)
+
+
+def _finite(shard: pathlib.Path, name: str, value: np.ndarray) -> np.ndarray:
+    finite = np.isfinite(value)
+    if not finite.all():
+        bad = value.size - np.count_nonzero(finite)
+        raise ValueError(f"{shard}: {bad} of the {value.size} values of {name} are not finite, expected none")
+    return value
 
 
 def _stack(buffer: np.ndarray | None, value: np.ndarray, i: int, param) -> np.ndarray:
