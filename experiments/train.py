@@ -78,9 +78,10 @@ class Trainer:
 
     def __init__(self, config: ml_collections.ConfigDict):
         self.config = config
-        self.phases = [Phase(*phase) for phase in config.phases]
-        self.steps = sum(phase.steps for phase in self.phases)
         with reading_input():
+            check_counts(config)
+            self.phases = [read_phase(phase) for phase in config.phases]
+            self.steps = sum(phase.steps for phase in self.phases)
             self.tokenizer = Tokenizer.load(config.tokenizer)
             self.prose = needles.Prose(corpus.load(config.text), self.tokenizer)
             self.model_config = model_config(config, self.tokenizer)
@@ -95,7 +96,7 @@ class Trainer:
 
     def _try(self) -> None:
         """Draws one of everything: what does not fit is said now, not in twenty minutes."""
-        Path(self.config.checkpoint).mkdir(parents=True, exist_ok=True)
+        check_writable(Path(self.config.checkpoint))
         for step in np.cumsum([0, *(phase.steps for phase in self.phases[:-1])]):
             self.batch(int(step))
         for prefix, count, template in (*self.config.checks, *self.config.final_checks):
@@ -154,6 +155,42 @@ class Trainer:
         return float(nll), bool(exact)
 
 
+def check_counts(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError that names the count that cannot be meant."""
+    least = dict.fromkeys(("warmup", "log_every", "save_every", "check_every", "check_trials", "final_trials"), 1)
+    for name, low in {**least, "seed": 0}.items():
+        if not is_count(config[name], low):
+            raise ValueError(f"{name}={config[name]!r} has to be a whole number of at least {low}")
+    if not config.phases:
+        raise ValueError("phases=() has to hold at least one (tokens, sequences, steps, share)")
+
+
+def is_count(value: Any, low: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def read_phase(phase: Any) -> Phase:
+    """(tokens, sequences, steps, share) as a Phase; ValueError for anything else."""
+    parts = tuple(phase) if isinstance(phase, list | tuple) else ()
+    share = parts[3] if len(parts) == 4 else None
+    if not (all(map(is_count, parts[:3])) and isinstance(share, int | float) and 0 <= share <= 1):
+        expected = "(tokens, sequences, steps, share): three whole numbers of at least 1 and a share in 0..1"
+        raise ValueError(f"phases holds {phase!r}, which has to be {expected}")
+    return Phase(*parts)
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the checkpoint folder; UserError that names the option where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        why = f"cannot write in the checkpoint folder {folder} ({error.strerror})"
+        raise UserError(f"{why}: choose another --config.checkpoint") from None
+
+
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
     """The shapes of the config, the vocabulary of the tokenizer; the branch is rotated if `rope` says so."""
     shapes = json.loads(config.model.to_json())
@@ -185,7 +222,7 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
 
 def optimizer(config: ml_collections.ConfigDict, steps: int) -> optax.GradientTransformation:
     """AdamW under a clipped gradient; warm-up, then a cosine to `final` of the rate. Matrices decay, vectors do not."""
-    if not 0 <= config.warmup < steps:
+    if config.warmup >= steps:
         raise ValueError(f"warmup={config.warmup} has to be shorter than the {steps} steps of the phases")
     rate = optax.warmup_cosine_decay_schedule(0.0, config.rate, config.warmup, steps, config.final * config.rate)
     matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
