@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import ml_collections
 
+from configs import needle as needle_config
 from experiments import corpus, needle_batch, needle_report, needles, serving
 from experiments.needle_batch import Batch
 from experiments.runner import ROOT, Run, launch, reading_input
@@ -22,6 +23,7 @@ from vestige_jax.models import DecoderState
 from vestige_jax.spec import CacheSpec, keep_count
 
 KEY = ("prefix", "depth", "method", "ratio", "trial")
+MOST_TOKENS = 1 << 24
 DENSE = ("dense", 1)
 """The cell that every trial is measured against."""
 
@@ -135,14 +137,22 @@ class Lab:
 
 def _check(config: ml_collections.ConfigDict) -> None:
     """Sizes that nothing else would refuse."""
-    for name in ("trials", "batch", "chunk"):
-        if config[name] < 1:
-            raise ValueError(f"{name}={config[name]} must be at least 1")
-    for name in ("ratios", "prefixes"):
-        if not config[name] or min(config[name]) < 1:
-            raise ValueError(f"{name}={config[name]} must be whole numbers of at least 1; ratio 32 keeps one row in 32")
-    if len(config.depths) < 2:
-        raise ValueError(f"depths={config.depths} must be at least two edges, like 0.1,0.8")
+    for name, least in (("trials", 1), ("batch", 1), ("chunk", 1), ("seed", 0)):
+        if config[name] < least:
+            raise ValueError(f"{name}={config[name]} must be at least {least}")
+    if not config.ratios or min(config.ratios) < 1:
+        raise ValueError(f"ratios={config.ratios} must be whole numbers of at least 1; 32 keeps one row in 32")
+    if not config.prefixes or not 1 <= min(config.prefixes) <= max(config.prefixes) <= MOST_TOKENS:
+        raise ValueError(f"prefixes={config.prefixes} must be numbers of tokens, 1 to {MOST_TOKENS}")
+    if max(config.ratios) > min(config.prefixes):
+        raise ValueError(f"ratios={config.ratios} must not exceed the shortest of prefixes={config.prefixes}")
+    edges = config.depths
+    if len(edges) < 2 or not all(0 <= low < high <= 1 for low, high in itertools.pairwise(edges)):
+        raise ValueError(f"depths={edges} must be at least two edges, rising between 0 and 1, like 0.1,0.8")
+    if not config.methods:
+        raise ValueError(f"methods={config.methods} must name at least one; {baselines.known()}")
+    if not config.checkpoint:
+        raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
 
 
 def _dtype(name: str, value: str) -> jnp.dtype:
@@ -169,4 +179,4 @@ def fingerprint(folder: pathlib.Path) -> str:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, like=needle_config)

@@ -31,7 +31,9 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
     summary = summarise(rows, COLUMNS[:3])
     run.write_csv("summary.csv", summary, COLUMNS)
     bars = [cell for cell in summary if cell["method"] != "dense" and cell["prefix"] == max(config.prefixes)]
-    plots.intact_bars(run.path("needle.png"), bars, _title(config, max(config.prefixes)), highlight=("vestige",))
+    if bars:
+        trials = max(cell["trials"] for cell in bars)
+        plots.intact_bars(run.path("needle.png"), bars, _title(config, trials), highlight=("vestige",))
     if len(config.depths) > 2 or len(config.prefixes) > 1:
         grid(run, rows, config)
     print(table(summary))
@@ -99,9 +101,9 @@ def grid(run: Run, rows: Rows, config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _title(config: ml_collections.ConfigDict, prefix: int) -> str:
+def _title(config: ml_collections.ConfigDict, trials: int) -> str:
     name = config.checkpoint.rstrip("/").rsplit("/", 1)[-1]
-    return f"Needle in {prefix} tokens, {name}, {config.trials} trials"
+    return f"Needle in {max(config.prefixes)} tokens, {name}, {trials} trials"
 
 
 def _line(cell: Mapping[str, Any]) -> dict[str, Any]:

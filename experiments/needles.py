@@ -17,6 +17,7 @@ CONSONANTS = "bdfgklmnprstvz"
 VOWELS = "aeiou"
 KEYS = 5  # the asked name cycles over this many
 DIGITS = 5  # of a code
+SHORTEST = 10  # tokens that the line of a needle takes at the least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +191,8 @@ def trial(
         raise ValueError(f"template={template!r} is unknown; choose one of {', '.join(TEMPLATES)}")
     if needles < 1 or not 0 <= depth[0] <= depth[1] <= 1:
         raise ValueError(f"needles={needles} must be at least 1 and depth={depth} an increasing pair in [0, 1]")
+    if needles * SHORTEST > prefix:
+        raise ValueError(f"needles={needles} do not fit into prefix={prefix} tokens; use fewer, or a longer prefix")
     rng = _seed(split, seed, prefix, index)
     asked, others = keys(split, seed)[index % KEYS], []
     for _ in range(needles - 1):

@@ -53,7 +53,7 @@ def heat_map(
 ) -> None:
     """A grid of shares in [0, 1] with each value written in its cell; NaN leaves a cell empty."""
     values = np.asarray(values, np.float64)
-    figure = Figure(figsize=(1.7 + 0.75 * len(columns), 1.2 + 0.42 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(max(4.5, 1.7 + 0.75 * len(columns)), 1.2 + 0.42 * len(rows)), layout="constrained")
     panel = figure.subplots()
     panel.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for (i, j), value in np.ndenumerate(values):

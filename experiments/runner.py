@@ -24,6 +24,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,14 +45,22 @@ USAGE = """
 """
 
 
-def launch(main: Callable[[ml_collections.ConfigDict, pathlib.Path], None], argv: Sequence[str] | None = None) -> None:
-    """Run ``main(config, out)`` from the command line. A user's mistake ends in one sentence, not in a traceback."""
+Main = Callable[[ml_collections.ConfigDict, pathlib.Path], None]
+
+
+def launch(main: Main, argv: Sequence[str] | None = None, *, like: types.ModuleType | None = None) -> None:
+    """Run ``main(config, out)`` from the command line. A user's mistake ends in one sentence, not in a traceback.
+
+    `like`: the driver's own config; one that lacks some of its fields is another driver's, and is refused.
+    """
     argv = sys.argv if argv is None else argv
     if {"-h", "--help"} & set(argv[1:]):
         print((sys.modules[main.__module__].__doc__ or "").strip() + "\n" + USAGE)
         return
     try:
-        main(*parse(argv))
+        config, out = parse(argv)
+        _check_fields(config, like)
+        main(config, out)
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -78,6 +87,13 @@ def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, pathlib.Path]
     return config, pathlib.Path(out or pathlib.Path("results") / pathlib.Path(file).stem)
 
 
+def _check_fields(config: ml_collections.ConfigDict, like: types.ModuleType | None) -> None:
+    missing = sorted(set(like.get_config()) - set(config)) if like else []
+    if missing:
+        own = like.__name__.replace(".", "/") + ".py"
+        raise UserError(f"--config is no config of this driver, it lacks {', '.join(missing)}: start from {own}")
+
+
 def _flags(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict | None, str | None, list[str], str | None]:
     """The config, --out, what is no flag, and the config file."""
     values = flags.FlagValues()
@@ -91,6 +107,8 @@ def _flags(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict | None, str |
         return values.config, values.out, rest, values["config"].config_filename
     except AttributeError as error:  # how ml_collections reports a field that the config does not have
         raise UserError(f"the config has no such field: {_one_line(error)}") from None
+    except SyntaxError:
+        raise UserError("--config must be a Python file of configs/, like configs/needle.py") from None
     except (flags.Error, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(_one_line(error)) from None
 

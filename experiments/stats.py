@@ -18,4 +18,5 @@ def wilson(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
     share, weight = successes / n, z * z / n
     centre = (share + weight / 2) / (1 + weight)
     half = z * math.sqrt(share * (1 - share) / n + weight / (4 * n)) / (1 + weight)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return low if successes else 0.0, high if successes < n else 1.0  # exact at the ends, where rounding would show

@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 import tqdm
 from flax import nnx
 
+from configs import train_tiny
 from experiments import card, corpus, needles
 from experiments.runner import Run, UserError, launch, reading_input
 from vestige_jax.models import Decoder, ModelConfig, Tokenizer, save
@@ -347,4 +348,4 @@ def command(argv: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, like=train_tiny)

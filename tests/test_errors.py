@@ -1,5 +1,6 @@
 """Bad input: one clear error each, before compilation; inside jit a dropped write and a sticky fault."""
 
+import dataclasses
 import re
 
 import jax
@@ -271,3 +272,34 @@ def test_nothing_is_compiled_for_a_bad_call():
     cache = jax.eval_shape(lambda: vj.init(SPEC, BATCH))
     with pytest.raises(ValueError, match=r"row has shape \(3, 11\)"):
         jax.eval_shape(lambda c, q, r: vj.step(SPEC, c, q, r), cache, QUERY, WIDE[:, 0])
+
+
+def test_a_cache_of_another_spec_is_refused():
+    other = dataclasses.replace(SPEC, rank=SPEC.rank + 1)
+    for call in (
+        lambda: vj.append(other, empty(), ROWS),
+        lambda: vj.attend(other, empty(), QUERY),
+        lambda: vj.step(other, empty(), QUERY, ROWS[:, 0]),
+        lambda: vj.close(other, empty()),
+    ):
+        with pytest.raises(ValueError, match=r"cache\.index\.basis is .*this spec has float32"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("queries", "positions", "message"),
+    [
+        (QUERY[:, None][:, :0], np.zeros((BATCH, 0), int), "queries has N=0"),
+        (QUERY[:, None].astype(int), np.zeros((BATCH, 1), int), "queries has dtype int"),
+        (QUERY[:, None], np.full((BATCH, 1), SPEC.capacity), r"positions holds \[44\].*capacity=44"),
+        (QUERY[:, None], np.full((BATCH, 1), -2), r"positions holds \[-2\].*-1: ignored"),
+    ],
+)
+def test_calibration_names_what_is_wrong(queries, positions, message):
+    with pytest.raises(ValueError, match=message):
+        vj.calibrate(SPEC, empty(), queries, positions)
+
+
+def test_an_ignored_query_may_hold_anything():
+    queries = spoilt(QUERY[:, None].astype(np.float32), 0)
+    vj.calibrate(SPEC, empty(), queries, np.full((BATCH, 1), -1))

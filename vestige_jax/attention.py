@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import Part, attend, merge, reference
 from vestige_jax import checks
-from vestige_jax.cache import Cache, length
+from vestige_jax.cache import Cache, check_layout, length
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -41,9 +41,11 @@ def attend_chunk(
       out float32 [B, T, H, R] in latent space (0 at padding), and mass float32 [B, capacity]: the softmax weight each
       position received from the chunk, summed over its queries and heads (jit drops it when unused).
     """
+    check_layout(spec, cache)
+    queries, rows = jnp.asarray(queries), jnp.asarray(rows)
+    checks.shape("queries", queries, (cache.fault.shape[0], None, spec.num_heads, spec.row_dim), "[B, T, H, C]")
     batch, time, heads, _ = queries.shape
-    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
-    checks.shape("queries", queries, (batch, time, spec.num_heads, spec.row_dim), "[B, T, H, C]")
+    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.asarray(lengths)
     checks.shape("rows", rows, (batch, time, spec.row_dim), "[B, T, C]")
     checks.lengths("lengths", lengths, batch, time)
 

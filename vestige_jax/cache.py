@@ -5,6 +5,7 @@ rewritten. A keep mask says which archived rows are also in tier 1, a compact co
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class Cache:
 
 def init(spec: CacheSpec, batch: int) -> Cache:
     """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
-    checks.require(isinstance(batch, int) and batch > 0, f"batch={batch!r} must be a positive integer")
+    spec.nbytes(batch)  # refuses a batch that is not a positive integer
     rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
     word = word_dtype(spec.dtype)
     basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
@@ -127,6 +128,20 @@ def init(spec: CacheSpec, batch: int) -> Cache:
         ),
         fault=jnp.zeros(batch, jnp.int32),
     )
+
+
+@functools.cache
+def _layout(spec: CacheSpec) -> list[jax.ShapeDtypeStruct]:
+    return jax.tree.leaves(jax.eval_shape(lambda: init(spec, 1)))
+
+
+def check_layout(spec: CacheSpec, cache: Cache) -> None:
+    """Raise ValueError unless the cache was made by a spec of the same sizes and dtypes."""
+    for (path, array), wanted in zip(jax.tree_util.tree_leaves_with_path(cache), _layout(spec), strict=True):
+        fits = array.shape[1:] == wanted.shape[1:] and array.dtype == wanted.dtype
+        name = f"cache{jax.tree_util.keystr(path)}"
+        shape = ", ".join(["B", *map(str, wanted.shape[1:])])
+        checks.require(fits, f"{name} is {array.dtype}{list(array.shape)}; this spec has {wanted.dtype}[{shape}]")
 
 
 def length(cache: Cache) -> Array:

@@ -17,7 +17,7 @@ from kernels_pallas.reference import CHUNK
 from kernels_pallas.words import select, set_row, take_rows, to_floats
 from vestige_jax import checks
 from vestige_jax import index as indexing
-from vestige_jax.cache import Cache, Index
+from vestige_jax.cache import Cache, Index, check_layout
 from vestige_jax.control import when
 from vestige_jax.spec import CacheSpec
 
@@ -55,12 +55,16 @@ def calibrate(spec: CacheSpec, cache: Cache, queries: Array, positions: Array) -
     Returns the cache with one basis, z and threshold a sequence; `clamped` where hard samples were too few.
     Raises ValueError for misshaped or non-finite queries, or positions that are not integers.
     """
+    check_layout(spec, cache)
+    queries, positions = jnp.asarray(queries), jnp.asarray(positions)
     batch = cache.fault.shape[0]
     checks.shape("queries", queries, (batch, None, spec.num_heads, spec.row_dim), "[B, N, H, C]")
+    checks.require(queries.shape[1] > 0, "queries has N=0; expected at least one query (position -1 ignores it)")
+    checks.floating("queries", queries)
     checks.shape("positions", positions, (batch, queries.shape[1]), "[B, N]")
-    checks.integer("positions", positions)
-    checks.finite("queries", queries, spec.dtype)
-    return _calibrate(spec, cache, queries, jnp.asarray(positions))
+    checks.positions("positions", positions, spec.capacity)
+    checks.finite("queries", queries, spec.dtype, where=positions >= 0)
+    return _calibrate(spec, cache, queries, positions)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -65,6 +65,14 @@ def lengths(name: str, values, batch: int, most: int):
         require(not bad, f"{name} holds {bad}; every length must lie in [0, {most}]")
 
 
+def positions(name: str, values, capacity: int):
+    """Raise unless values are integers in [-1, capacity); -1 means ignored."""
+    integer(name, values)
+    if concrete(values):
+        bad = sorted({int(v) for v in np.ravel(values) if not -1 <= v < capacity})
+        require(not bad, f"{name} holds {bad}; every position must lie in [0, capacity={capacity}), or be -1: ignored")
+
+
 def slot(cache, slots):
     """Raise unless slots index sequences of the cache."""
     batch, slots = cache.fault.shape[0], jnp.asarray(slots)

@@ -10,7 +10,7 @@ from jax import lax
 from kernels_pallas import Part, merge
 from kernels_pallas.words import select, set_row, take_rows, to_words
 from vestige_jax import attention, calibration, checks, partition
-from vestige_jax.cache import Cache, Tail, length
+from vestige_jax.cache import Cache, Tail, check_layout, length
 from vestige_jax.checks import Fault
 from vestige_jax.recall import Recalled, recall
 from vestige_jax.spec import CacheSpec
@@ -42,7 +42,8 @@ def append(spec: CacheSpec, cache: Cache, rows: Array, lengths: Array | None = N
     Raises ValueError for a misshaped argument; when values are known, also for lengths outside [0, T], non-finite rows
     and a full cache. Inside jit such a sequence appends nothing and its fault flag is set.
     """
-    batch = cache.fault.shape[0]
+    check_layout(spec, cache)
+    rows, batch = jnp.asarray(rows), cache.fault.shape[0]
     checks.shape("rows", rows, (batch, None, spec.row_dim), "[B, T, C]")
     checks.floating("rows", rows)
     time = rows.shape[1]
@@ -114,8 +115,10 @@ def attend(spec: CacheSpec, cache: Cache, query: Array) -> tuple[Array, Stats]:
     Args: query [B, H, C], unscaled. Returns out float32 [B, H, R] in latent space, and Stats.
     Raises ValueError for a misshaped query, and for a non-finite one when values are known.
     """
+    check_layout(spec, cache)
+    query = jnp.asarray(query)
     _check_query(spec, cache, query)
-    return _attend(spec, cache, query.astype(spec.dtype))
+    return _attend(spec, cache, query)
 
 
 def _check_query(spec, cache, query, active=True):
@@ -182,7 +185,8 @@ def step(
     Returns out float32 [B, H, R], Stats and the new cache (donate the old one: an undonated update copies it).
     Raises ValueError as `append` and `attend` do, of active sequences; inside jit a bad row is dropped and flagged.
     """
-    batch = cache.fault.shape[0]
+    check_layout(spec, cache)
+    query, row, batch = jnp.asarray(query), jnp.asarray(row), cache.fault.shape[0]
     active = jnp.ones(batch, bool) if active is None else jnp.asarray(active)
     checks.shape("active", active, (batch,), "[B]")
     checks.require(active.dtype == bool, f"active has dtype {active.dtype}; expected bool")

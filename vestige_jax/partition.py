@@ -14,7 +14,7 @@ from jax import lax
 from kernels_pallas.words import select, set_row, take_rows
 from vestige_jax import checks
 from vestige_jax import index as indexing
-from vestige_jax.cache import Cache, Tier1, length
+from vestige_jax.cache import Cache, Tier1, check_layout, length
 from vestige_jax.control import after, when
 from vestige_jax.sigma import sigma
 from vestige_jax.spec import CacheSpec, keep_count
@@ -67,9 +67,8 @@ def members(mask: Array, width: int) -> tuple[Array, Array]:
 
 def close(spec: CacheSpec, cache: Cache) -> Cache:
     """Close what is full and re-rank every sequence by sigma. Idempotent (§2)."""
-    if spec.archive_rows == 0:
-        return cache
-    return _close(spec, cache)
+    check_layout(spec, cache)
+    return _close(spec, cache) if spec.archive_rows else cache
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -147,6 +146,7 @@ def keep_set(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:
     Args
       kept bool [B, A]; entries past the closed rows are ignored, and so are those past the M rows that tier 1 holds.
     """
+    check_layout(spec, cache)
     checks.shape("kept", kept, (cache.fault.shape[0], spec.archive_rows), "[B, A]")
     checks.require(kept.dtype == bool, f"kept has dtype {kept.dtype}; expected bool")
     return _keep_set(spec, cache, kept) if spec.archive_rows else cache

@@ -104,17 +104,17 @@ class CacheSpec:
                 _require_int(name, getattr(self, name), 1)
         for name in ("scale", "z_max"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (_is_number(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a positive finite number")
         if self.rank > self.latent_dim:
             raise ValueError(f"rank={self.rank} must be at most latent_dim={self.latent_dim}")
-        if not 0 < self.recall_target < 1:
+        if not (_is_number(self.recall_target) and 0 < self.recall_target < 1):
             raise ValueError(f"recall_target={self.recall_target!r} must lie strictly between 0 and 1")
 
     def _check_tier1(self):
         if self.ratio is not None and self.budget is not None:
             raise ValueError(f"ratio={self.ratio!r} and budget={self.budget!r} are both given: give one of them")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
+        if self.ratio is not None and not (_is_number(self.ratio) and 0 < self.ratio <= 1):
             raise ValueError(f"ratio={self.ratio!r} must lie in (0, 1]: the kept share of closed rows, 1/32 for 32x")
         if 2 * self.lowpass_bins - 1 >= self.block:
             raise ValueError(
@@ -125,6 +125,9 @@ class CacheSpec:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not available; choose from {list(allowed)}")
+        for name in ("stats", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
     @property
     def row_dim(self) -> int:
@@ -210,6 +213,10 @@ def keep_count(closed: int, ratio: float | None, budget: int | None) -> int:
     if budget is not None:
         return budget
     return max(1, math.floor((1 / 32 if ratio is None else ratio) * closed + 0.5))
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def _require_int(name: str, value, least: int):

@@ -8,6 +8,7 @@ import jax
 import ml_collections
 import pytest
 
+from configs import train_tiny
 from experiments import runner
 from experiments.runner import Run, UserError
 
@@ -245,3 +246,14 @@ def test_csv_holds_the_columns_asked_for(tmp_path):
         rows = [{"method": "sigma", "intact": 1 / 3, "lo": None, "more": 1}]
         run.write_csv("summary.csv", rows, ("method", "intact", "lo"))
     assert (tmp_path / "summary.csv").read_text() == "method,intact,lo\nsigma,0.333333,\n"
+
+
+def test_a_config_of_another_driver_is_refused(config_file, capsys):
+    with pytest.raises(SystemExit, match="no config of this driver, it lacks .*phases.*configs/train_tiny.py"):
+        runner.launch(lambda *_: pytest.fail("main was called"), ["driver", f"--config={config_file}"], like=train_tiny)
+
+
+def test_a_config_that_is_no_python_file_is_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("# some notes, not Python\nplain words\n")
+    with pytest.raises(runner.UserError, match="must be a Python file"):
+        runner.parse(["driver", f"--config={tmp_path / 'notes.md'}"])

@@ -41,3 +41,8 @@ def test_nothing_counted_says_nothing():
 def test_impossible_counts_are_refused(successes, n):
     with pytest.raises(ValueError, match="successes must be between 0 and n = 3"):
         stats.wilson(successes, n)
+
+
+def test_the_ends_are_exact():
+    assert stats.wilson(0, 24)[0] == 0.0
+    assert stats.wilson(24, 24)[1] == 1.0

@@ -163,10 +163,10 @@ class Decoder(nnx.Module):
 
     def _check_spec(self, spec: vk.CacheSpec) -> None:
         config = self.config
-        have = (spec.latent_dim, spec.branch_dim, spec.num_heads)
-        want = (config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads)
+        have = (spec.latent_dim, spec.branch_dim, spec.num_heads, spec.scale)
+        want = (config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads, config.softmax_scale)
         if have != want:
-            raise ValueError(f"spec has (latent, branch, heads) {have}, this model {want}: use config.cache_spec(...)")
+            raise ValueError(f"spec has (latent, branch, heads, scale) {have}, this model {want}; use its cache_spec")
 
 
 def _table(rngs: nnx.Rngs, shape: tuple[int, int], spread: float, dtype) -> Array:
