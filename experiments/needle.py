@@ -30,7 +30,7 @@ DENSE = ("dense", 1)
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
-    with Run(out, lab.identity, key=KEY, text=lab.prose.hash) as run:
+    with Run(out, lab.identity, key=KEY, text=lab.prose.hash, seeds=[config.seed]) as run:
         dense = {place(row): row["nll"] for row in run.rows if row["method"] == "dense"}
         for key in run.todo(lab.plan(), label="needle"):
             if run.done(*key):  # measured with another trial of its batch

@@ -128,7 +128,7 @@ class Run:
 
     def __init__(self, out, config: ml_collections.ConfigDict, *, key: Sequence[str], text: str = "", seeds=()):
         self.folder, self.config = pathlib.Path(out), config
-        _make_writable(self.folder)
+        make_writable(self.folder)
         self._open(identity(config, text, seeds))
         self.rows = Rows(self.folder / "trials.jsonl", key)
 
@@ -218,14 +218,15 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _make_writable(folder: pathlib.Path) -> None:
+def make_writable(folder: pathlib.Path, option: str = "--out") -> None:
+    """Make the folder. UserError that names the option where nothing can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"cannot write in the folder {folder} ({error.strerror}): choose another --out") from None
+        raise UserError(f"cannot write in the folder {folder} ({error.strerror}): choose another {option}") from None
 
 
 def _split_commas(config: ml_collections.ConfigDict, default: ml_collections.ConfigDict, path: str = "config") -> None:

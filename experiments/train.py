@@ -34,7 +34,7 @@ from flax import nnx
 
 from configs import train_tiny
 from experiments import card, corpus, needles
-from experiments.runner import Run, UserError, launch, reading_input
+from experiments.runner import Run, UserError, launch, make_writable, reading_input
 from vestige_jax.models import Decoder, ModelConfig, Tokenizer, save
 
 PADDING = 64  # validation sequences are padded to a multiple of this, so that few shapes are compiled
@@ -43,7 +43,8 @@ Step = dict[str, jax.Array]
 
 def main(config: ml_collections.ConfigDict, out: Path) -> None:
     trainer = Trainer(config)
-    with Run(out, config, key=("step", "kind"), text=trainer.prose.hash) as run, Saved(out / "state") as saved:
+    facts = dict(text=trainer.prose.hash, seeds=[config.seed])
+    with Run(out, config, key=("step", "kind"), **facts) as run, Saved(out / "state") as saved:
         start = saved.restore(trainer.init())
         for state in trainer.run(start, _Log(run)):
             if state.step % config.save_every == 0 or state.step == trainer.steps:
@@ -97,7 +98,7 @@ class Trainer:
 
     def _try(self) -> None:
         """Draws one of everything: what does not fit is said now, not in twenty minutes."""
-        check_writable(Path(self.config.checkpoint))
+        make_writable(Path(self.config.checkpoint), "--config.checkpoint")
         for step in np.cumsum([0, *(phase.steps for phase in self.phases[:-1])]):
             self.batch(int(step))
         for prefix, count, template in (*self.config.checks, *self.config.final_checks):
@@ -178,18 +179,6 @@ def read_phase(phase: Any) -> Phase:
         expected = "(tokens, sequences, steps, share): three whole numbers of at least 1 and a share in 0..1"
         raise ValueError(f"phases holds {phase!r}, which has to be {expected}")
     return Phase(*parts)
-
-
-def check_writable(folder: Path) -> None:
-    """Makes the checkpoint folder; UserError that names the option where nothing can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        why = f"cannot write in the checkpoint folder {folder} ({error.strerror})"
-        raise UserError(f"{why}: choose another --config.checkpoint") from None
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:

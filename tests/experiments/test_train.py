@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         ({"phases": ((20, 2, STEPS, 1.0),)}, "length=21"),
         ({"checks": ((128, 1, "riddle"),)}, "riddle"),
         ({"final_checks": ((128, 30, "passcode"),)}, "needles=30"),
-        ({"checkpoint": "/dev/null/folder"}, "checkpoint folder /dev/null/folder .*--config.checkpoint"),
+        ({"checkpoint": "/dev/null/folder"}, "the folder /dev/null/folder .*--config.checkpoint"),
         ({"warmup": 0}, "warmup=0"),
         ({"save_every": 0}, "save_every=0"),
         ({"log_every": -1}, "log_every=-1"),
