@@ -19,7 +19,7 @@ from kernels_pallas.tiles import LANES, float_dtype, floats, pad_axis, round_up
 
 Array = jax.Array
 
-_GROUP = 8  # rows that lie together in memory: the least that one copy may move
+GROUP = 8  # rows that lie together in memory: the least that one copy may move
 _PEAK, _TOTAL, _SCORE = range(3)  # running sums of a query: largest score, sum of weights, sum of weights * score
 
 
@@ -73,7 +73,7 @@ def attend_list(
     query, tile = _pad_queries(query, rows, blocks)
     size = min(blocks.gather_rows, round_up(position.shape[1], 16))
     position = pad_axis(jnp.clip(position, 0, rows.shape[1] - 1), 1, round_up(position.shape[1], size))
-    member = jnp.where(jnp.arange(position.shape[1]) < count[:, None], position % _GROUP, -1).astype(jnp.float32)
+    member = jnp.where(jnp.arange(position.shape[1]) < count[:, None], position % GROUP, -1).astype(jnp.float32)
     chunks = position.shape[1] // size
 
     kernel = functools.partial(_list_kernel, scale=scale, latent_dim=latent_dim, size=size)
@@ -95,7 +95,7 @@ def attend_list(
                 pl.BlockSpec((None, None, tile, LANES), of_parts),
             ],
             scratch_shapes=[
-                pltpu.VMEM((2, size, _GROUP, rows.shape[2]), rows.dtype),
+                pltpu.VMEM((2, size, GROUP, rows.shape[2]), rows.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -137,8 +137,8 @@ def _list_kernel(count, query, position, member, rows, out, sums, buffer, arrive
     width = rows.shape[2]
 
     def copy(chunk, slot, i):
-        group = position[0, chunk * size + i] // _GROUP
-        source = rows.at[b, pl.ds(pl.multiple_of(group * _GROUP, _GROUP), _GROUP), :]
+        group = position[0, chunk * size + i] // GROUP
+        source = rows.at[b, pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP), :]
         return pltpu.make_async_copy(source, buffer.at[slot, i], arrived.at[slot])
 
     def listed(chunk):
@@ -161,8 +161,8 @@ def _list_kernel(count, query, position, member, rows, out, sums, buffer, arrive
             start(chunk + 1, 1 - slot)
 
         lax.fori_loop(0, listed(chunk), lambda i, _: copy(chunk, slot, i).wait(), None)
-        arrived_rows = lax.broadcasted_iota(jnp.int32, (size * _GROUP, 1), 0) < _GROUP * listed(chunk)
-        words = buffer[slot].reshape(size * _GROUP, width)
+        arrived_rows = lax.broadcasted_iota(jnp.int32, (size * GROUP, 1), 0) < GROUP * listed(chunk)
+        words = buffer[slot].reshape(size * GROUP, width)
         block = jnp.where(arrived_rows, words, jnp.zeros((), words.dtype))
         _fold(query[...], floats(block), _picked(member[chunk]), out, sums, scale, latent_dim)
 
@@ -173,11 +173,11 @@ def _list_kernel(count, query, position, member, rows, out, sums, buffer, arrive
 def _picked(member: Array) -> Array:
     """bool [1, 8 * n]: of each of n groups of 8 rows the one that member [1, n] names, none where it is -1."""
     size = member.shape[1]
-    lane = lax.broadcasted_iota(jnp.int32, (size, size * _GROUP), 1)
-    owner = lax.broadcasted_iota(jnp.int32, (size, size * _GROUP), 0)
-    spread = (lane // _GROUP == owner).astype(jnp.bfloat16)  # repeats every entry 8 times; small integers are exact
+    lane = lax.broadcasted_iota(jnp.int32, (size, size * GROUP), 1)
+    owner = lax.broadcasted_iota(jnp.int32, (size, size * GROUP), 0)
+    spread = (lane // GROUP == owner).astype(jnp.bfloat16)  # repeats every entry 8 times; small integers are exact
     named = exact.dot(jnp.broadcast_to(member, (16, size)), spread, (1, 0))[:1]
-    return named == (lane[:1] % _GROUP).astype(jnp.float32)
+    return named == (lane[:1] % GROUP).astype(jnp.float32)
 
 
 def _clear(out, sums):

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.words import to_floats, word_dtype
+from kernels_pallas.words import row_words, to_floats, word_dtype
 from vestige_jax import checks
 from vestige_jax.spec import CacheSpec
 
@@ -17,13 +17,13 @@ Array = jax.Array
 
 
 class _Rows:
-    """Rows stored as integer words, so that every move is bit-exact (see kernels_pallas.words)."""
+    """Rows stored as integer words, so that every move is bit-exact; W = C, on a TPU padded (kernels_pallas.words)."""
 
     words: Array
 
     @property
     def rows(self) -> Array:
-        """The same bits as floats of the row dtype."""
+        """The same bits as floats of the row dtype; on a TPU zeros may follow the C numbers of a row."""
         return to_floats(self.words)
 
 
@@ -35,7 +35,7 @@ def _pytree(cls):
 class Tail(_Rows):
     """Rows of the block being filled: always attended."""
 
-    words: Array  # [B, block, C] bits of the rows
+    words: Array  # [B, block, W] bits of the rows
     length: Array  # [B] int32, below block between calls
 
 
@@ -43,7 +43,7 @@ class Tail(_Rows):
 class Tier1(_Rows):
     """A compact copy of the kept rows, in position order."""
 
-    words: Array  # [B, M, C] bits of the rows
+    words: Array  # [B, M, W] bits of the rows
     position: Array  # [B, M] int32, -1 past count
     count: Array  # [B] int32
 
@@ -52,7 +52,7 @@ class Tier1(_Rows):
 class Archive(_Rows):
     """Every closed row, bit-exact, in position order; only ever appended to."""
 
-    words: Array  # [B, A, C] bits of the rows
+    words: Array  # [B, A, W] bits of the rows
     sigma: Array  # [B, A] float32, high-frequency energy of the branch
     kept: Array  # [B, A] bool, also in tier 1
     closed: Array  # [B] int32, a multiple of block
@@ -95,7 +95,7 @@ class Cache:
 def init(spec: CacheSpec, batch: int) -> Cache:
     """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
     checks.require(isinstance(batch, int) and batch > 0, f"batch={batch!r} must be a positive integer")
-    rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
+    rows, slots, kept = row_words(spec.row_dim), spec.archive_rows, spec.tier1_rows
     word = word_dtype(spec.dtype)
     basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
     return Cache(
@@ -120,7 +120,7 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             jnp.full(batch, spec.provisional_z, jnp.float32),
             jnp.full(batch, -jnp.inf, jnp.float32),
             jnp.full(batch, spec.bound == "calibrated"),
-            jnp.zeros((batch, spec.query_buffer, spec.num_heads, rows), spec.dtype),
+            jnp.zeros((batch, spec.query_buffer, spec.num_heads, spec.row_dim), spec.dtype),
             jnp.full((batch, spec.query_buffer), -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),
             jnp.zeros(batch, bool),
