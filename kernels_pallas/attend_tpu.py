@@ -59,6 +59,7 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=64 << 20
         ),
+        cost_estimate=_cost(query, rows, batch * rows.shape[1] * (query.shape[1] // tile), latent_dim),
         name="attend",
         interpret=interpret,
     )(longest, query, length[..., None], rows)
@@ -103,6 +104,7 @@ def attend_list(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=64 << 20
         ),
+        cost_estimate=_cost(query, rows, position.size * GROUP * (query.shape[1] // tile), latent_dim),
         name="attend_list",
         interpret=interpret,
     )(count.astype(jnp.int32), query, position[:, None], member.reshape(batch, chunks, 1, size), rows)
@@ -235,6 +237,16 @@ def _part_shapes(batch, splits, queries, latent_dim):
         jax.ShapeDtypeStruct((batch, splits, queries, latent_dim), jnp.float32),
         jax.ShapeDtypeStruct((batch, splits, queries, LANES), jnp.float32),
     ]
+
+
+def _cost(query: Array, rows: Array, read: int, latent_dim: int) -> pl.CostEstimate:
+    """What the compiler is told: `read` rows, all of them live."""
+    tile = query.shape[1]
+    return pl.CostEstimate(
+        flops=2 * read * tile * (query.shape[2] + latent_dim),
+        bytes_accessed=read * rows.shape[2] * rows.dtype.itemsize + query.size * (query.dtype.itemsize + 4),
+        transcendentals=read * tile,
+    )
 
 
 def _combine(out: Array, sums: Array, queries: int) -> Part:

@@ -63,6 +63,8 @@ def scan(
     def out_spec(lanes):
         return pl.BlockSpec((None, size // LANES, lanes), lambda b, step, length: (b, step, 0))
 
+    read = (lanes[1] * rows.dtype.itemsize if width else 0) + sketch.shape[2] * code.dtype.itemsize
+    row_bytes = read + 4 * bound.shape[1] + 1 + 4  # with bounds, membership and the margin written
     offset = latent_dim - lanes[0] * lanes[1]
     kernel = functools.partial(_kernel, heads=padded, branch=slice(offset, offset + width), across=across,
                                has_branch=bool(width), has_code=bool(code.size))  # fmt: skip
@@ -77,6 +79,11 @@ def scan(
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=64 << 20
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * slots * heads * (width + sketch.shape[2] + residual.shape[2]),
+            bytes_accessed=batch * slots * row_bytes,
+            transcendentals=0,
         ),
         name="scan",
         interpret=interpret,
