@@ -19,6 +19,8 @@ from kernels_pallas.tiles import LANES, float_dtype, floats, pad_axis, round_up
 
 Array = jax.Array
 
+_STRIP = 256  # rows whose scores are held at once: 96 x 256 of them still fit in registers
+
 
 def scan(
     branch, sketch, residual, threshold, rows, code, bound, member, length, *, blocks: TpuBlocks, latent_dim: int,
@@ -127,15 +129,17 @@ def _kernel(length, *refs, heads, branch, across, has_branch, has_code):
 
     @pl.when(start < end)
     def _():
-        for i in range(size // LANES):
-            g = slice(i * LANES, (i + 1) * LANES)
-            score = jnp.zeros((heads, LANES), jnp.float32)
+        for first in range(0, size, _STRIP):
+            g = slice(first, min(first + _STRIP, size))
+            score = jnp.zeros((heads, g.stop - first), jnp.float32)
             for part in score_parts:
                 score += exact.collapse(part(g), heads)
             for e in range(bound.shape[0]):
                 score += residual[:, e : e + 1] * bound[e : e + 1, g]
             best = (score - threshold[...]).max(0, keepdims=True)
-            slot = start + i * LANES + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+            slot = start + first + lax.broadcasted_iota(jnp.int32, best.shape, 1)
             best = jnp.where((slot < end) & (member[:, g] != 0), best, -jnp.inf)
-            margin[i : i + 1, :] = best
-            fired[i : i + 1, :] = (best >= 0).astype(jnp.int32).sum(1, keepdims=True)
+            for i in range(first // LANES, g.stop // LANES):
+                group = best[:, i * LANES - first : (i + 1) * LANES - first]
+                margin[i : i + 1, :] = group
+                fired[i : i + 1, :] = (group >= 0).astype(jnp.int32).sum(1, keepdims=True)
