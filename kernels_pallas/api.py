@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import attend_tpu, blocks, reference, scan_tpu
-from kernels_pallas import compact as compacting
-from kernels_pallas.compact import FetchList, Margins
+from kernels_pallas import attend_tpu, blocks, fetchlist, reference, scan_tpu
+from kernels_pallas.fetchlist import FetchList, Margins
 from kernels_pallas.parts import Part
 from kernels_pallas.words import take_rows
 
@@ -123,7 +122,7 @@ def scan(
         margin = reference.scan(
             branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim
         )
-        return Margins(margin, compacting.count_fired(margin))
+        return Margins(margin, fetchlist.count_fired(margin))
     return Margins(*scan_tpu.scan(
         branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim,
         blocks=_tpu_blocks(rows),
@@ -139,7 +138,7 @@ def compact(margins: Margins, width: int, *, implementation: str | None = None) 
     Args: margins as `scan` returns them; width F, static.
     Returns FetchList: position int32 [B, F] ascending, S past the count; count int32 [B]; overflowed bool [B].
     """
-    return compacting.compact(margins, width, compare_all=resolve(implementation) == "mosaic_tpu")
+    return fetchlist.compact(margins, width, compare_all=resolve(implementation) == "mosaic_tpu")
 
 
 def _tpu_problem(rows: Array) -> str | None:

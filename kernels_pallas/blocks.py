@@ -24,6 +24,20 @@ class TpuBlocks:
     scan_rows: int = 4096
 
 
+@dataclasses.dataclass(frozen=True)
+class GpuBlocks:
+    """Block sizes of the Mosaic GPU kernels.
+
+    scan_rows   archived rows that a thread block scans at once.
+    scan_ctas   thread blocks of a scan in all: two to a multiprocessor.
+    stages      blocks on their way into shared memory at once.
+    """
+
+    scan_rows: int = 128
+    scan_ctas: int = 264
+    stages: int = 2
+
+
 # Devices whose two cores share one program, and those with less on-chip memory a core (v4, v5p: 16 to 64 MiB VMEM).
 _TPU = {
     "TPU v4": TpuBlocks(attend_rows=512, splits=2, scan_rows=2048),

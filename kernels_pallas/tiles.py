@@ -1,4 +1,4 @@
-"""What both TPU kernels need of the tiled layout: padding to tiles, and words seen as floats."""
+"""What kernels need of tiled layouts: padding to tiles, and words seen as floats."""
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,7 @@ from jax import lax
 
 import kernels_pallas
 from kernels_pallas import Margins, Part, empty
-from kernels_pallas.compact import count_fired
+from kernels_pallas.fetchlist import count_fired
 from kernels_pallas.words import take_rows, to_floats
 from vestige_jax import attention
 from vestige_jax import index as indexing
