@@ -3,32 +3,37 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import attend_tpu, blocks, fetchlist, reference, scan_tpu
+from kernels_pallas import attend_gpu, attend_tpu, blocks, fetchlist, reference, scan_gpu, scan_tpu
 from kernels_pallas.fetchlist import FetchList, Margins
 from kernels_pallas.parts import Part
 from kernels_pallas.words import take_rows
 
 Array = jax.Array
 
-IMPLEMENTATIONS = ("xla", "mosaic_tpu")
+IMPLEMENTATIONS = ("xla", "mosaic_tpu", "mosaic_gpu")
 
-_PLATFORM = {"mosaic_tpu": "tpu"}
+_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
+_HOPPER = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200")
 
 
-def resolve(implementation: str | None, problem: str | None = None) -> str:
+def resolve(implementation: str | None, problems: dict[str, str | None] | None = None) -> str:
     """The implementation that runs: None picks the best for the device being traced for (see `blocks.device`).
 
-    `problem` says why these arguments can't run on the device's own kernels: None falls back to XLA, a choice raises.
+    `problems` says by kernel why these arguments can't run on it: None falls back to XLA, a choice raises.
     Raises ValueError for a choice that can't run, with the reason.
     """
     device = blocks.device()
+    problems = {"mosaic_tpu": None, "mosaic_gpu": None} | (problems or {})
+    if device.platform == "gpu" and not device.kind.startswith(_HOPPER):
+        problems["mosaic_gpu"] = f"it needs a Hopper GPU, and this program is for {device.kind}"
     if implementation is None:
         own = next((name for name, platform in _PLATFORM.items() if platform == device.platform), "xla")
-        return "xla" if problem else own
+        return "xla" if problems.get(own) else own
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not known; choose None or from {list(IMPLEMENTATIONS)}")
     if implementation == "xla":
         return "xla"
+    problem = problems[implementation]
     if device.platform != _PLATFORM[implementation]:
         problem = f"it needs a {_PLATFORM[implementation].upper()}, and this program is for a {device.platform.upper()}"
     if problem:
@@ -51,9 +56,11 @@ def attend(
       latent_dim R <= C: the leading numbers of a row are its value. Rows past the longest length cost nothing.
     Returns a Part. Raises ValueError if the implementation can't run here.
     """
-    kind = resolve(implementation, _tpu_problem(rows))
+    kind = resolve(implementation, {"mosaic_tpu": _tpu_problem(rows), "mosaic_gpu": _attend_problem(rows, latent_dim)})
     if kind == "xla" or rows.shape[1] == 0:
         return reference.attend(query, rows, length, latent_dim=latent_dim, scale=scale)
+    if kind == "mosaic_gpu":
+        return attend_gpu.attend(query, rows, length, latent_dim=latent_dim, scale=scale, blocks=blocks.GpuBlocks())
     return attend_tpu.attend(query, rows, length, latent_dim=latent_dim, scale=scale, blocks=_tpu_blocks(rows))
 
 
@@ -67,7 +74,9 @@ def attend_list(
     scale: float,
     implementation: str | None = None,
 ) -> Part:
-    """Exact attention of every query over rows gathered by a list: `attend` with the gather fused in (VestigeKV §3).
+    """Exact attention of every query over rows gathered by a list (VestigeKV §3).
+
+    On a TPU the gather is part of the kernel; elsewhere XLA gathers, and `attend` reads the copies.
 
     Args
       query [B, Q, C], rows [B, S, W] as in `attend`; position int32 [B, F]: the list; count int32 [B]: entries
@@ -77,10 +86,11 @@ def attend_list(
     problem = _tpu_problem(rows)
     if rows.shape[1] % attend_tpu.GROUP:
         problem = f"rows has {rows.shape[1]} slots and a TPU copies {attend_tpu.GROUP} rows that lie together"
-    kind = resolve(implementation, problem)
-    if kind == "xla" or 0 in (rows.shape[1], position.shape[1]):
+    kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": _attend_problem(rows, latent_dim)})
+    if kind != "mosaic_tpu" or 0 in (rows.shape[1], position.shape[1]):
+        plain = kind if kind == "mosaic_gpu" else "xla"
         gathered = take_rows(rows, position)
-        return reference.attend(query, gathered, count, latent_dim=latent_dim, scale=scale)
+        return attend(query, gathered, count, latent_dim=latent_dim, scale=scale, implementation=plain)
     return attend_tpu.attend_list(
         query, rows, position, count, latent_dim=latent_dim, scale=scale, blocks=_tpu_blocks(rows)
     )
@@ -117,11 +127,18 @@ def scan(
     problem = _tpu_problem(rows)
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32):
         problem = f"code is {code.dtype}, and the TPU compiler loads bfloat16 and float32 only"
-    kind = resolve(implementation, problem)
+    gpu_problem = _scan_problem(rows, code, branch.shape[2], latent_dim)
+    kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": gpu_problem})
     if kind == "xla" or rows.shape[1] == 0:
         margin = reference.scan(
             branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim
         )
+        return Margins(margin, fetchlist.count_fired(margin))
+    if kind == "mosaic_gpu":
+        margin = scan_gpu.scan(
+            branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim,
+            blocks=blocks.GpuBlocks(),
+        )  # fmt: skip
         return Margins(margin, fetchlist.count_fired(margin))
     return Margins(*scan_tpu.scan(
         branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim,
@@ -145,6 +162,28 @@ def _tpu_problem(rows: Array) -> str | None:
     if rows.dtype.name in ("uint16", "uint32", "bfloat16", "float32"):
         return None
     return f"rows are {rows.dtype}, and the kernels read bfloat16 and float32, as such or as words"
+
+
+def _attend_problem(rows: Array, latent_dim: int) -> str | None:
+    """Why the GPU kernel can't attend these rows."""
+    width = rows.shape[2]
+    if rows.dtype.name not in ("uint16", "bfloat16"):
+        return f"rows are {rows.dtype}, and Hopper's tensor cores multiply bfloat16 exactly, float32 not"
+    if width % 16 or latent_dim % 32 or (latent_dim > 128 and latent_dim % 128):
+        return f"latent_dim={latent_dim} of {width} does not split into tiles: 16 columns, and 32 or 128 of the latent"
+    return None if width <= 592 else f"rows of {width} leave no room for two blocks in shared memory"
+
+
+def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) -> str | None:
+    """Why the GPU kernel can't scan this index."""
+    if rows.dtype.name not in ("uint16", "bfloat16"):
+        return f"rows are {rows.dtype}, and Hopper's tensor cores multiply bfloat16 exactly, float32 not"
+    if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"code is {code.dtype}, and Hopper's tensor cores multiply 16-bit floats exactly, float32 not"
+    if branch_dim % 16 or latent_dim % 16 or rows.shape[2] % 8:
+        return f"branch_dim={branch_dim} and latent_dim={latent_dim} must be multiples of 16"
+    wide = branch_dim + code.shape[2] > 272
+    return f"branch_dim={branch_dim} and rank {code.shape[2]} are too wide for shared memory" if wide else None
 
 
 def _tpu_blocks(rows: Array) -> blocks.TpuBlocks:

@@ -28,14 +28,21 @@ class TpuBlocks:
 class GpuBlocks:
     """Block sizes of the Mosaic GPU kernels.
 
+    attend_rows rows that a thread block attends at once.
+    attend_ctas thread blocks of an attend in all: one to a multiprocessor.
     scan_rows   archived rows that a thread block scans at once.
     scan_ctas   thread blocks of a scan in all: two to a multiprocessor.
     stages      blocks on their way into shared memory at once.
+    register_operands   weights go to the tensor cores from registers; False: by way of shared memory, which small rows
+                leave room for and interpreters need.
     """
 
+    attend_rows: int = 64
+    attend_ctas: int = 132
     scan_rows: int = 128
     scan_ctas: int = 264
     stages: int = 2
+    register_operands: bool = True
 
 
 # Devices whose two cores share one program, and those with less on-chip memory a core (v4, v5p: 16 to 64 MiB VMEM).

@@ -1,4 +1,4 @@
-"""float32 products on a matrix unit that multiplies bfloat16: three pieces that add up to the float32, bit for bit."""
+"""float32 products on a matrix unit that multiplies 16-bit floats: three pieces that add up to the float32."""
 
 import jax
 import jax.numpy as jnp
@@ -6,22 +6,23 @@ from jax import lax
 
 Array = jax.Array
 
-_HIGH = 0xFFFF0000  # the bits of a float32 that are a bfloat16
+_HIGH = {"bfloat16": 0xFFFF0000, "float16": 0xFFFFE000}  # the bits of a float32 that fit: 8 and 11 significant ones
 
 
-def pieces(x: Array) -> tuple[Array, Array, Array]:
-    """Three bfloat16 arrays whose sum is the float32 x exactly (but for bits below the smallest normal number).
+def pieces(x: Array, dtype=jnp.bfloat16) -> tuple[Array, Array, Array]:
+    """Three arrays of dtype whose sum is the float32 x exactly (but for bits below the smallest normal number).
 
-    Cut by masking bits and not by rounding: a compiler may drop a conversion to bfloat16 and back.
+    Cut by masking bits and not by rounding: a compiler may drop a conversion to 16 bits and back.
     """
-    high = _truncate(x)
+    high = truncate(x, dtype)
     rest = x - high
-    middle = _truncate(rest)
-    return high.astype(jnp.bfloat16), middle.astype(jnp.bfloat16), _truncate(rest - middle).astype(jnp.bfloat16)
+    middle = truncate(rest, dtype)
+    return high.astype(dtype), middle.astype(dtype), truncate(rest - middle, dtype).astype(dtype)
 
 
-def _truncate(x: Array) -> Array:
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(_HIGH)
+def truncate(x: Array, dtype=jnp.bfloat16) -> Array:
+    """The float32 x without the bits that do not fit into dtype."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(_HIGH[jnp.dtype(dtype).name])
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

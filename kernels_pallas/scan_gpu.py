@@ -24,8 +24,7 @@ _DEPTH = 16  # numbers that one tensor-core instruction sums over
 
 
 def scan(
-    branch, sketch, residual, threshold, rows, code, bound, member, length, *, blocks: GpuBlocks, latent_dim: int,
-    interpret=None,
+    branch, sketch, residual, threshold, rows, code, bound, member, length, *, blocks: GpuBlocks, latent_dim: int
 ) -> Array:  # fmt: skip
     """See `kernels_pallas.scan`: margin float32 [B, S]."""
     batch, heads, width = branch.shape
@@ -54,7 +53,6 @@ def scan(
         out_type=jax.ShapeDtypeStruct((batch, steps * size), jnp.float32),
         grid=(ctas, batch),
         grid_names=("cta", "batch"),
-        interpret=interpret,
     )(
         length.astype(jnp.int32), *probes, heads_only, *(s[0] for s in sources),
         pad_axis(bound, 2, steps * size), pad_axis(member.astype(jnp.int8), 1, steps * size),
@@ -63,21 +61,14 @@ def scan(
 
 
 def _unit(query: Array, padded: int) -> Array:
-    """A power of two as large as a head's query, float32 [B, H]: divided by it, pieces fit into float16 too."""
+    """A power of two a head, float32 [B, H]: divided by it a query is below 2^15, and its pieces are normal float16."""
     _, exponent = jnp.frexp(jnp.abs(pad_axis(query, 1, padded)).max(-1))
-    return jnp.ldexp(jnp.float32(1), exponent)
+    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -100) - 15)
 
 
 def _pieces(query: Array, dtype) -> Array:
-    """Three arrays of dtype that add up to the float32 query: [B, 3, H, K]. Those of float16 keep 33 bits below 1."""
-    if dtype == jnp.bfloat16:
-        return jnp.stack(exact.pieces(query), 1)
-    pieces, rest = [], query
-    for _ in range(3):
-        piece = lax.reduce_precision(rest, exponent_bits=5, mantissa_bits=10)
-        pieces.append(piece.astype(dtype))
-        rest = rest - piece
-    return jnp.stack(pieces, 1)
+    """Three arrays of dtype that add up to the float32 query, to 2^-29 of its head's largest: [B, 3, H, K]."""
+    return jnp.stack(exact.pieces(query, dtype), 1)
 
 
 def _kernel(length, *refs, sources, size, ctas, stages):
@@ -124,6 +115,7 @@ def _kernel(length, *refs, sources, size, ctas, stages):
                 score += slope * spread(load(bounds.at[slot, e], ROW), 0)
             best = (score - limit).max(1)
             fires = load(may.at[slot], ROW).astype(jnp.int32) != 0
+            plgpu.commit_smem()  # every warp has read its share: the copy engine may overwrite it
             pl.when(j + stages < mine)(functools.partial(fetch, j + stages))
             slots = (cta + j * ctas) * size + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=ROW)
             margin[b, at(j)] = jnp.where(fires & (slots < length[b]), best, -jnp.inf)
