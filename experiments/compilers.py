@@ -81,7 +81,7 @@ class Compiled:
     device_bytes: int  # arguments, outputs that reuse none of them, and temporaries
     temporary_bytes: int
     bytes_accessed: int
-    text: str
+    declared_bytes: int | None  # what its kernels read and write, by their own account; None: one of them says nothing
 
 
 class Compiler:
@@ -134,8 +134,29 @@ class Compiler:
             device_bytes=held + memory.temp_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
             bytes_accessed=int(cost.get("bytes accessed", 0)),
-            text=compiled.as_text(),
+            declared_bytes=_declared(traced.jaxpr.jaxpr),
         )
+
+
+def _declared(jaxpr) -> int | None:
+    """Bytes that the kernels of a program declare, conditionals left out."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            cost = equation.params["cost_estimate"]
+            inner = None if cost is None else cost.bytes_accessed
+        elif equation.primitive.name in ("cond", "while", "scan"):
+            inner = 0
+        elif equation.primitive.name in ("mpmd_map", "core_map"):
+            inner = None
+        else:
+            bodies = [p for p in equation.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+            each = [_declared(getattr(body, "jaxpr", body)) for body in bodies]
+            inner = None if None in each else sum(each)
+        if inner is None:
+            return None
+        total += inner
+    return total
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
-from kernels_pallas.hopper import ROW, tiled
+from kernels_pallas.hopper import ROW, tiled, transposed
 from kernels_pallas.parts import Part
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
@@ -102,7 +102,7 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
                 plgpu.barrier_wait(arrived.at[slot])
 
                 def products(result):
-                    plgpu.wgmma(result, queries, plgpu.transpose_ref(buffers.at[slot], (1, 0)))
+                    plgpu.wgmma(result, queries, transposed(buffers.at[slot]))
                     return result[...]
 
                 score = scale * pl.run_scoped(products, plgpu.ACC((_TILE, size), jnp.float32))

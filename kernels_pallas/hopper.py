@@ -15,6 +15,11 @@ def load(ref, layout) -> Array:
     return plgpu.layout_cast(ref[...], layout)
 
 
+def transposed(ref):
+    """The transpose of a matrix in shared memory; no data moves."""
+    return ref.transpose((1, 0))
+
+
 def tiled(shape: tuple[int, ...], dtype):
     """Shared memory as the tensor cores read it: the widest swizzle that divides a row of the buffer."""
     row = shape[-1] * jnp.dtype(dtype).itemsize

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
-from kernels_pallas.hopper import COLUMN, ROW, load, tiled
+from kernels_pallas.hopper import COLUMN, ROW, load, tiled, transposed
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
 Array = jax.Array
@@ -107,7 +107,7 @@ def _kernel(length, *refs, sources, size, ctas, stages):
             def products(total):
                 for query, buffer in zip(queries, buffers, strict=True):
                     for piece in range(query.shape[0]):
-                        plgpu.wgmma(total, buffer.at[slot], plgpu.transpose_ref(query.at[piece], (1, 0)))
+                        plgpu.wgmma(total, buffer.at[slot], transposed(query.at[piece]))
                 return total[...]
 
             score = scale * pl.run_scoped(products, plgpu.ACC((size, heads), jnp.float32))
