@@ -51,6 +51,7 @@ class CacheSpec:
       archive_memory  'device'.
       implementation  of scan and attend in kernels_pallas; None picks the best for the device.
       stats           False removes the statistics from the compiled program (faults stay).
+      allow_rope      True lets rows with a rotated branch in, as the control arm; a model checks it, no cache op does.
       trace           True adds to the statistics which archived rows each step attended.
 
     Raises ValueError naming the field, its value and what would be right.
@@ -84,6 +85,7 @@ class CacheSpec:
     calibration: str = "prompt"
     stats: bool = True
     trace: bool = False
+    allow_rope: bool = False
 
     def __post_init__(self):
         self._check_sizes()
@@ -125,7 +127,7 @@ class CacheSpec:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not available; choose from {list(allowed)}")
-        for name in ("stats", "trace"):
+        for name in ("stats", "trace", "allow_rope"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 

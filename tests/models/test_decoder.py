@@ -1,5 +1,6 @@
 """The decoder against golden logits: dense, prefill in chunks, token by token; padding, states, precision."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import vestige_jax as vk
 from vestige_jax import models
 from vestige_jax.models.mla import MLAState
 
@@ -252,3 +254,12 @@ def test_gradients_are_finite_and_reach_every_parameter(kimi):
         assert np.isfinite(grad[...]).all(), where
         # The router's bias moves a choice, which has no gradient.
         assert where[-1] == "e_score_correction_bias" or np.abs(grad[...]).max() > 0, where
+
+
+def test_a_rotated_model_refuses_a_spec_that_does_not_allow_it(kimi):
+    config = dataclasses.replace(kimi.config, mla_use_nope=False)
+    twin = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+    by_hand = vk.CacheSpec(24, 8, 4, config.softmax_scale, 64, block=16, rank=8)
+    with pytest.raises(ValueError, match="rotated.*allow_rope=True"):
+        twin.init_state(by_hand, 1)
+    twin.init_state(config.cache_spec(64, allow_rope=True, block=16, rank=8), 1)

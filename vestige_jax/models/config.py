@@ -160,7 +160,8 @@ class ModelConfig:
                 "branch. Pass allow_rope=True to run it as the RoPE control arm."
             )
         heads, scale = self.num_attention_heads, self.softmax_scale
-        return CacheSpec(self.kv_lora_rank, self.qk_rope_head_dim, heads, scale, capacity, **overrides)
+        sizes = (self.kv_lora_rank, self.qk_rope_head_dim, heads, scale, capacity)
+        return CacheSpec(*sizes, allow_rope=allow_rope, **overrides)
 
 
 _POSITIVE = (

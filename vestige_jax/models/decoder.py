@@ -163,6 +163,8 @@ class Decoder(nnx.Module):
 
     def _check_spec(self, spec: vk.CacheSpec) -> None:
         config = self.config
+        if config.rotated and not spec.allow_rope:
+            raise ValueError("mla_use_nope is false, the branch is rotated: use config.cache_spec(allow_rope=True)")
         have = (spec.latent_dim, spec.branch_dim, spec.num_heads, spec.scale)
         want = (config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads, config.softmax_scale)
         if have != want:
