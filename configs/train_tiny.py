@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     config.seed = 0
     config.rope = False
     # (tokens, sequences, steps, share of the main template): short first, where retrieval appears soonest.
-    config.phases = ((128, 30, 500, 1.0), (256, 15, 700, 0.4), (576, 7, 1200, 0.4))
+    config.phases = ((128, 30, 500, 1.0), (256, 15, 700, 0.4), (576, 7, 700, 0.4), (1152, 3, 500, 0.4))
 
     config.embedding = 0.5
     config.residual = 0.35
@@ -32,17 +32,21 @@ def get_config() -> ConfigDict:
     config.decay = 0.01
     config.clip = 1.0
     config.text_weight = 0.1
-    config.needles = (2, 12)
+    config.needles = (2, 24)
 
     config.log_every = 20
     config.save_every = 100
-    config.check_every = 300
+    config.check_every = 600
     config.check_trials = 6
-    config.checks = ((512, 1, "passcode"), (4096, 1, "passcode"), (2048, 30, "passcode"), (1024, 1, "locker"))
+    config.checks = (
+        *((prefix, 1, "passcode") for prefix in (512, 1024, 4096)),
+        (4096, 30, "passcode"),
+        (1024, 1, "locker"),
+    )
     config.final_trials = 24
     config.final_checks = (
-        *((prefix, 1, "passcode") for prefix in (1024, 2048, 4096)),
-        (4096, 30, "passcode"),
+        *((prefix, 1, "passcode") for prefix in (512, 1024, 2048, 4096)),
+        *((prefix, 30, "passcode") for prefix in (1024, 2048, 4096)),
         (1024, 1, "locker"),
         (4096, 1, "locker"),
     )

@@ -22,7 +22,7 @@ from jax import Array
 from vestige_jax.models.config import ModelConfig
 from vestige_jax.models.layers import kernel, rms
 
-CHUNK = 32
+CHUNK = 16
 
 
 @jax.tree_util.register_dataclass
