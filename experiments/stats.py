@@ -1,9 +1,13 @@
-"""Intervals for counted outcomes."""
+"""Intervals: of counted outcomes, and of any statistic of independent values."""
 
 import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 Z95 = 1.959963984540054
 """The 0.975 quantile of the standard normal distribution."""
+Statistic = Callable[[np.ndarray], float]
 
 
 def wilson(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
@@ -20,3 +24,17 @@ def wilson(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
     half = z * math.sqrt(share * (1 - share) / n + weight / (4 * n)) / (1 + weight)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
     return low if successes else 0.0, high if successes < n else 1.0  # exact at the ends, where rounding would show
+
+
+def bootstrap(values: Sequence[float], statistic: Statistic = np.mean, draws: int = 2000) -> tuple[float, float]:
+    """Percentile bootstrap, 95%, of a statistic of independent values; the same draws every time.
+
+    `values` are what was drawn independently: one number for each trial or document, not for each token in it.
+    """
+    values = np.asarray(values, np.float64)
+    if len(values) == 0:
+        raise ValueError("values is empty: there is nothing to draw from")
+    rng = np.random.default_rng(0)
+    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(draws)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
