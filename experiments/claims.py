@@ -36,7 +36,7 @@ class Estimate:
 
 
 def judge(claims: ml_collections.ConfigDict, measured: Mapping[str, Estimate]) -> list[dict[str, Any]]:
-    """One row of COLUMNS for each claim. Raises KeyError for a claim about a quantity that the driver does not measure."""
+    """One row of COLUMNS for each claim. KeyError: a claim about what the driver does not measure."""
     return [
         {"claim": name, "paper": claim.paper} | _verdict(claim, measured[claim.quantity])
         for name, claim in claims.items()
