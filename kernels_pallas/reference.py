@@ -30,7 +30,7 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim: int, scale: 
 
 
 def _attend_chunk(query, rows, live, latent_dim, scale) -> Part:
-    score = scale * _einsum("bqc,bsc->bqs", query.astype(rows.dtype), rows)
+    score = scale * _einsum("bqc,bsc->bqs", query.astype(rows.dtype), rows[..., : query.shape[-1]])
     score = jnp.where(live, score, -jnp.inf)
     peak = score.max(-1)
     weight = jnp.exp(score - jnp.where(jnp.isneginf(peak), 0.0, peak)[..., None])
@@ -49,7 +49,7 @@ def mass(query: Array, rows: Array, length: Array, lse: Array, *, scale: float) 
     def fold(total, chunk, start, valid_from):
         slots = start + jnp.arange(chunk.shape[1])
         live = (slots < length[..., None]) & (slots >= valid_from)
-        score = scale * _einsum("bqc,bsc->bqs", query.astype(chunk.dtype), chunk)
+        score = scale * _einsum("bqc,bsc->bqs", query.astype(chunk.dtype), chunk[..., : query.shape[-1]])
         weight = jnp.where(live, jnp.exp(score - lse[..., None]), 0.0).sum(1)
         old = lax.dynamic_slice_in_dim(total, start, chunk.shape[1], 1)
         return lax.dynamic_update_slice_in_dim(total, old + weight, start, 1)
@@ -57,15 +57,15 @@ def mass(query: Array, rows: Array, length: Array, lse: Array, *, scale: float) 
     return fold_chunks(fold, jnp.zeros(rows.shape[:2], jnp.float32), length, rows)
 
 
-def scan(branch, sketch, residual, threshold, rows, code, bound, member, length) -> Array:
+def scan(branch, sketch, residual, threshold, rows, code, bound, member, length, *, latent_dim) -> Array:
     """See `kernels_pallas.scan`."""
-    width = branch.shape[-1]
+    at = slice(latent_dim, latent_dim + branch.shape[-1])
 
     def fold(margin, chunk, start, valid_from):
         del valid_from  # a row seen twice gets the same margin
         size = chunk.shape[1]
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        score = _einsum("bhp,bsp->bhs", branch, chunk[..., -width:].astype(jnp.float32))
+        score = _einsum("bhp,bsp->bhs", branch, chunk[..., at].astype(jnp.float32))
         score += _einsum("bhk,bsk->bhs", sketch, part(code, axis=1).astype(jnp.float32))
         score += _einsum("bhe,bes->bhs", residual, part(bound, axis=2))
         best = (score - threshold[..., None]).max(1)

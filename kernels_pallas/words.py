@@ -1,13 +1,15 @@
 """Rows as integer words: moved bit-exactly whatever a backend does to 16-bit floats.
 
 XLA on a CPU slices, gathers and updates a bfloat16 buffer by way of float32, all of it, every time; a TPU copies
-single rows only as 32-bit words. So rows are stored as words (uint16 for bfloat16, uint32 for float32), and become
+groups of rows only from whole tiles. So rows are stored as words (uint16 for bfloat16, uint32 for float32), and become
 floats chunk by chunk, where they are read.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels_pallas import blocks
 
 Array = jax.Array
 
@@ -20,9 +22,19 @@ def word_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(_WORD[jnp.dtype(dtype).itemsize])
 
 
-def to_words(rows: Array) -> Array:
-    """The bits of bfloat16 or float32 rows."""
-    return lax.bitcast_convert_type(rows, word_dtype(rows.dtype))
+def row_words(row_dim: int) -> int:
+    """Words in a stored row. On a TPU whole tiles of 128, zeros after the row: it lays out any other width across.
+
+    (Rows of 576 would be stored column by column, and every kernel call would first copy the whole archive.)
+    """
+    return -(-row_dim // 128) * 128 if blocks.device().platform == "tpu" else row_dim
+
+
+def to_words(rows: Array, width: int | None = None) -> Array:
+    """The bits of bfloat16 or float32 rows, with zeros after each up to `width` words."""
+    words = lax.bitcast_convert_type(rows, word_dtype(rows.dtype))
+    missing = 0 if width is None else width - rows.shape[-1]
+    return jnp.pad(words, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else words
 
 
 def to_floats(words: Array) -> Array:

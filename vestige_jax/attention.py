@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import Part, attend, merge, reference
+from kernels_pallas import Part, attend, attend_list, merge, reference
 from vestige_jax import checks
 from vestige_jax.cache import Cache, check_layout, length
 from vestige_jax.spec import CacheSpec
@@ -14,6 +14,13 @@ Array = jax.Array
 def over(spec: CacheSpec, query: Array, rows: Array, count: Array) -> Part:
     """Attention of query [B, Q, C] over the first count (int32 [B] or [B, Q]) of rows [B, S, C]."""
     return attend(query, rows, count, latent_dim=spec.latent_dim, scale=spec.scale, implementation=spec.implementation)
+
+
+def over_list(spec: CacheSpec, query: Array, rows: Array, position: Array, count: Array) -> Part:
+    """Attention of query [B, Q, C] over the rows [B, S, C] at the first count (int32 [B]) of position [B, F]."""
+    return attend_list(
+        query, rows, position, count, latent_dim=spec.latent_dim, scale=spec.scale, implementation=spec.implementation
+    )
 
 
 def attended(spec: CacheSpec, cache: Cache, query: Array) -> Part:

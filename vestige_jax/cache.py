@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.words import to_floats, word_dtype
+from kernels_pallas.words import row_words, to_floats, word_dtype
 from vestige_jax import checks
 from vestige_jax.spec import CacheSpec
 
@@ -18,13 +18,13 @@ Array = jax.Array
 
 
 class _Rows:
-    """Rows stored as integer words, so that every move is bit-exact (see kernels_pallas.words)."""
+    """Rows stored as integer words, so that every move is bit-exact; W = C, on a TPU padded (kernels_pallas.words)."""
 
     words: Array
 
     @property
     def rows(self) -> Array:
-        """The same bits as floats of the row dtype."""
+        """The same bits as floats of the row dtype; on a TPU zeros may follow the C numbers of a row."""
         return to_floats(self.words)
 
 
@@ -36,7 +36,7 @@ def _pytree(cls):
 class Tail(_Rows):
     """Rows of the block being filled: always attended."""
 
-    words: Array  # [B, block, C] bits of the rows
+    words: Array  # [B, block, W] bits of the rows
     length: Array  # [B] int32, below block between calls
 
 
@@ -44,7 +44,7 @@ class Tail(_Rows):
 class Tier1(_Rows):
     """A compact copy of the kept rows, in position order."""
 
-    words: Array  # [B, M, C] bits of the rows
+    words: Array  # [B, M, W] bits of the rows
     position: Array  # [B, M] int32, -1 past count
     count: Array  # [B] int32
 
@@ -53,7 +53,7 @@ class Tier1(_Rows):
 class Archive(_Rows):
     """Every closed row, bit-exact, in position order; only ever appended to."""
 
-    words: Array  # [B, A, C] bits of the rows
+    words: Array  # [B, A, W] bits of the rows
     sigma: Array  # [B, A] float32, high-frequency energy of the branch
     kept: Array  # [B, A] bool, also in tier 1
     closed: Array  # [B] int32, a multiple of block
@@ -96,7 +96,7 @@ class Cache:
 def init(spec: CacheSpec, batch: int) -> Cache:
     """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
     spec.nbytes(batch)  # refuses a batch that is not a positive integer
-    rows, slots, kept = spec.row_dim, spec.archive_rows, spec.tier1_rows
+    rows, slots, kept = row_words(spec.row_dim), spec.archive_rows, spec.tier1_rows
     word = word_dtype(spec.dtype)
     basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
     return Cache(
@@ -121,7 +121,7 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             jnp.full(batch, spec.provisional_z, jnp.float32),
             jnp.full(batch, -jnp.inf, jnp.float32),
             jnp.full(batch, spec.bound == "calibrated"),
-            jnp.zeros((batch, spec.query_buffer, spec.num_heads, rows), spec.dtype),
+            jnp.zeros((batch, spec.query_buffer, spec.num_heads, spec.row_dim), spec.dtype),
             jnp.full((batch, spec.query_buffer), -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),
             jnp.zeros(batch, bool),
@@ -131,13 +131,15 @@ def init(spec: CacheSpec, batch: int) -> Cache:
 
 
 @functools.cache
-def _layout(spec: CacheSpec) -> list[jax.ShapeDtypeStruct]:
+def _layout(spec: CacheSpec, width: int) -> list[jax.ShapeDtypeStruct]:
+    del width  # words of a stored row: they differ by the device that is traced for
     return jax.tree.leaves(jax.eval_shape(lambda: init(spec, 1)))
 
 
 def check_layout(spec: CacheSpec, cache: Cache) -> None:
     """Raise ValueError unless the cache was made by a spec of the same sizes and dtypes."""
-    for (path, array), wanted in zip(jax.tree_util.tree_leaves_with_path(cache), _layout(spec), strict=True):
+    layout = _layout(spec, row_words(spec.row_dim))
+    for (path, array), wanted in zip(jax.tree_util.tree_leaves_with_path(cache), layout, strict=True):
         fits = array.shape[1:] == wanted.shape[1:] and array.dtype == wanted.dtype
         name = f"cache{jax.tree_util.keystr(path)}"
         shape = ", ".join(["B", *map(str, wanted.shape[1:])])

@@ -95,7 +95,7 @@ def rebuild(spec: CacheSpec, cache: Cache, basis: Array) -> Cache:
 
     def one_block(i, index: Index) -> Index:
         start = i * spec.block
-        rows = to_floats(lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1))
+        rows = to_floats(lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1))[..., : spec.row_dim]
         code, bound = indexing.encode(spec, basis, rows)
         return Index(
             basis,
@@ -144,6 +144,7 @@ def _fold_chunks(fold, state, words, kept, count, offset):
 
 
 def _fold_rows(spec, query, position, state, rows, kept, exists, at):
+    rows = rows[..., : spec.row_dim]
     peak, peak_at, best, target, lse, mean = state
     score = spec.scale * jnp.einsum(
         "bqc,bsc->bqs", query, rows, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -174,7 +175,7 @@ def required_z(spec: CacheSpec, cache: Cache, query: Array, samples: Samples) ->
     if spec.archive_rows == 0:
         return jnp.full(samples.best.shape, jnp.inf)
     at = jnp.clip(samples.target, 0, spec.archive_rows - 1)
-    row = to_floats(take_rows(archive.words, at))[..., spec.latent_dim :].astype(jnp.float32)
+    row = to_floats(take_rows(archive.words, at))[..., spec.latent_dim : spec.row_dim].astype(jnp.float32)
     code = take_rows(index.code, at).astype(jnp.float32)
     eta = jnp.take_along_axis(index.bound[:, 0], at, axis=1)
     known = (probe.branch * row).sum(-1) + (probe.sketch * code).sum(-1)

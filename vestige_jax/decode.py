@@ -78,7 +78,7 @@ def _append(spec, cache, rows, lengths):
     first = cache.tail.length
     before = cache.archive.closed
 
-    words = to_words(rows)
+    words = to_words(rows, cache.tail.words.shape[-1])
 
     def one_block(i, cache):
         return partition.close_full(spec, _fill_tail(spec, cache, words, first, total, i))
@@ -217,4 +217,4 @@ def _step(spec, cache, query, row, active):
 
 def _write_row(spec, tail: Tail, row: Array, written: Array) -> Tail:
     slot = jnp.where(written, tail.length, spec.block)  # out of range: dropped
-    return Tail(set_row(tail.words, to_words(row), slot), tail.length + written)
+    return Tail(set_row(tail.words, to_words(row, tail.words.shape[-1]), slot), tail.length + written)

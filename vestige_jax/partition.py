@@ -89,7 +89,7 @@ def close_full(spec: CacheSpec, cache: Cache, reader: Array | None = None) -> Ca
 
 
 def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
-    rows, archive, index = cache.tail.rows, cache.archive, cache.index
+    rows, archive, index = cache.tail.rows[..., : spec.row_dim], cache.archive, cache.index
     blocks = spec.archive_rows // spec.block
     target = jnp.where(full, archive.closed // spec.block, blocks)  # `blocks` is out of range: dropped
     score = sigma(rows[..., spec.latent_dim :], block=spec.block, kappa=spec.lowpass_bins, method=_method())

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import kernels_pallas
-from kernels_pallas import Part, empty
+from kernels_pallas import Margins, Part, empty
+from kernels_pallas.fetchlist import count_fired
 from kernels_pallas.words import take_rows, to_floats
 from vestige_jax import attention
 from vestige_jax import index as indexing
@@ -41,15 +42,14 @@ def recall(spec: CacheSpec, cache: Cache, query: Array, attended: Part) -> Recal
     probe = _certified(cache, indexing.prepare(spec, cache.index.basis, query))
     open_ = gate(cache, attended)
     threshold = jnp.where(open_, attended.peak, jnp.inf)
-    margin = scan(spec, cache, probe, threshold)
-    fired = margin >= 0
-    count = fired.sum(-1, dtype=jnp.int32)
+    margins = scan(spec, cache, probe, threshold)
+    count = margins.fired.sum(-1, dtype=jnp.int32)
     overflowed = count > spec.fetch
-    if spec.overflow == "dense":
-        fired &= ~overflowed[:, None]  # the step serves such a sequence dense
+    if spec.overflow == "dense":  # the step serves such a sequence dense
+        margins = margins._replace(fired=jnp.where(overflowed[:, None], 0, margins.fired))
     else:
-        fired = lax.cond(overflowed.any(), functools.partial(_largest, spec), lambda m, f: f, margin, fired)
-    part, fetched, rows = _fetch(spec, cache, query, probe, threshold, fired)
+        margins = lax.cond(overflowed.any(), functools.partial(_largest, spec), lambda m: m, margins)
+    part, fetched, rows = _fetch(spec, cache, query, probe, threshold, margins)
     return Recalled(part, count, fetched, rows, overflowed, open_)
 
 
@@ -58,53 +58,58 @@ def _certified(cache: Cache, probe: indexing.Probe) -> indexing.Probe:
     return probe._replace(residual=cache.calibration.z[:, None, None] * probe.residual)
 
 
-def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array) -> Array:
-    """Best margin of every archived row over the heads: float32 [B, A], -inf for kept and unwritten rows."""
+def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array) -> Margins:
+    """Best margin of every archived row over the heads, -inf for kept and unwritten rows."""
     archive, index = cache.archive, cache.index
     return kernels_pallas.scan(
         *probe, threshold, archive.words, index.code, index.bound, ~archive.kept, archive.closed,
-        implementation=spec.implementation,
+        latent_dim=spec.latent_dim, implementation=spec.implementation,
     )  # fmt: skip
 
 
-def _largest(spec: CacheSpec, margin: Array, fired: Array) -> Array:
+def _largest(spec: CacheSpec, margins: Margins) -> Margins:
     """The `fetch` largest margins that fired; ties to the lower position."""
+    margin = margins.margin
     values, order = lax.top_k(margin, min(spec.fetch, margin.shape[-1]))
-    return jnp.put_along_axis(jnp.zeros_like(fired), order, values >= 0, axis=-1, inplace=False)
+    values = jnp.where(values >= 0, values, -jnp.inf)
+    margin = jnp.put_along_axis(jnp.full_like(margin, -jnp.inf), order, values, axis=-1, inplace=False)
+    return Margins(margin, count_fired(margin))
 
 
-def _fetch(spec, cache, query, probe, threshold, fired) -> tuple[Part, Array, Array | None]:
+def _fetch(spec, cache, query, probe, threshold, margins) -> tuple[Part, Array, Array | None]:
     """Attention over the fired rows, gathered at the smallest static width that holds them."""
     widths = spec.fetch_widths
-    most = fired.sum(-1).max()
+    most = margins.fired.sum(-1).max()
     branches = [functools.partial(_fetch_width, spec, width) for width in widths]
     fits = jnp.searchsorted(jnp.asarray(widths), most)
-    return lax.switch(fits, branches, cache, query, probe, threshold, fired)
+    return lax.switch(fits, branches, cache, query, probe, threshold, margins)
 
 
-def _fetch_width(spec, width, cache, query, probe, threshold, fired) -> tuple[Part, Array, Array | None]:
+def _fetch_width(spec, width, cache, query, probe, threshold, margins) -> tuple[Part, Array, Array | None]:
+    nothing = jnp.zeros(margins.margin.shape, bool) if spec.trace else None
     if width == 0:
         batch, heads, _ = query.shape
-        return empty(batch, heads, spec.latent_dim), jnp.zeros(batch, jnp.int32), fired if spec.trace else None
-    position, count = members(fired, width)
+        return empty(batch, heads, spec.latent_dim), jnp.zeros(batch, jnp.int32), nothing
+    position, count, _ = kernels_pallas.compact(margins, width, implementation=spec.implementation)
     if spec.top_j is not None:
         position, count = _top_j(spec, cache, probe, threshold, position, count)
-    part = attention.over(spec, query, take_rows(cache.archive.words, position), count)
-    return part, count, _listed(position, count, fired) if spec.trace else None
+    part = attention.over_list(spec, query, cache.archive.words, position, count)
+    return part, count, _listed(position, count, nothing) if spec.trace else None
 
 
-def _listed(position: Array, count: Array, fired: Array) -> Array:
-    """The fetch list as a mask of the archive, bool [B, A]."""
+def _listed(position: Array, count: Array, nothing: Array) -> Array:
+    """The fetch list as a mask of the archive, bool [B, A]; `nothing` is the mask of none."""
     listed = jnp.arange(position.shape[1]) < count[:, None]
     each = jnp.arange(position.shape[0])[:, None]
-    return jnp.zeros_like(fired).at[each, position].max(listed, mode="drop")
+    return nothing.at[each, position].max(listed, mode="drop")
 
 
 def _top_j(spec, cache, probe, threshold, position, count) -> tuple[Array, Array]:
     """Of the fetch list, the rows that are among some head's `top_j` fired scores; still ascending (§3)."""
     width = position.shape[1]
+    rows = to_floats(take_rows(cache.archive.words, position))[..., : spec.row_dim]
     score = probe_scores(
-        probe, to_floats(take_rows(cache.archive.words, position)), take_rows(cache.index.code, position),
+        probe, rows, take_rows(cache.index.code, position),
         jnp.moveaxis(take_rows(jnp.moveaxis(cache.index.bound, 1, 2), position), 2, 1),
     )  # fmt: skip
     fires = (score >= threshold[..., None]) & (jnp.arange(width) < count[:, None, None])

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.words import row_words
+
 _CHOICES = {
     "overflow": ("dense", "truncate"),
     "index": ("sketch",),
@@ -49,7 +51,7 @@ class CacheSpec:
       index           kind of index: 'sketch'.
       sketch_dtype    None: float16, on TPU bfloat16.
       archive_memory  'device'.
-      implementation  of scan and attend in kernels_pallas; None picks the best for the device.
+      implementation  of scan and attend: None (plain XLA), "mosaic_tpu" or "mosaic_gpu" (see kernels_pallas.resolve).
       stats           False removes the statistics from the compiled program (faults stay).
       allow_rope      True lets rows with a rotated branch in, as the control arm; a model checks it, no cache op does.
       trace           True adds to the statistics which archived rows each step attended.
@@ -197,13 +199,14 @@ class CacheSpec:
     def nbytes(self, batch: int) -> dict[str, int]:
         """Bytes of every part of a cache for `batch` sequences, before anything is allocated, and their 'total'."""
         _require_int("batch", batch, 1)
-        row, code = self.row_dim * self.dtype.itemsize, self.rank * self.index_dtype.itemsize
+        query = self.num_heads * self.row_dim * self.dtype.itemsize
+        row, code = row_words(self.row_dim) * self.dtype.itemsize, self.rank * self.index_dtype.itemsize
         per_sequence = {
             "tail": self.block * row + 4,
             "tier1": self.tier1_rows * (row + 4) + 4,
             "archive": self.archive_rows * (row + 4 + 1) + 4,
             "index": self.archive_rows * (code + 4 * self.certificate_terms) + 4 * self.latent_dim * self.rank,
-            "calibration": self.query_buffer * (self.num_heads * row + 4) + 4 + 4 + 1 + 4 + 1,
+            "calibration": self.query_buffer * (query + 4) + 4 + 4 + 1 + 4 + 1,
             "fault": 4,
         }
         sizes = {name: batch * size for name, size in per_sequence.items()}

@@ -1,0 +1,185 @@
+"""Flash decode for Hopper GPUs (Mosaic GPU): a contiguous range of rows in one pass (VestigeKV §3).
+
+A thread block takes every n-th block of rows. One warpgroup brings rows into shared memory; two others each score them
+with every query and keep the output of one half of the latent. A tensor core works on 64 queries at a time and a decode
+step has at most 32: they are there twice, and their weights once as the high and once as the low piece of a float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas import exact
+from kernels_pallas.blocks import GpuBlocks
+from kernels_pallas.hopper import ROW, tiled, transposed
+from kernels_pallas.parts import Part
+from kernels_pallas.tiles import float_dtype, pad_axis, round_up
+
+Array = jax.Array
+
+QUERIES = 32  # attended at once, half of what a tensor core takes
+_TILE = 2 * QUERIES
+_WORKERS = 2  # warpgroups that compute; one more copies
+_STRIP = 64  # columns of the output that are multiplied at once: what fits into registers beside the output
+
+
+def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
+    """See `kernels_pallas.attend`; rows [B, S, C] are bfloat16 or its words."""
+    batch, queries, _ = query.shape
+    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
+    size = blocks.attend_rows
+    rows = pad_axis(rows, 1, round_up(rows.shape[1], size))  # a copy, of a buffer that is not a whole number of blocks
+    tiles = pl.cdiv(queries, QUERIES)
+    query = pad_axis(pad_axis(query.astype(rows.dtype), 1, tiles * QUERIES), 2, rows.shape[2])
+    query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
+    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
+    length = pad_axis(length, 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
+    splits = max(1, min(rows.shape[1] // size, blocks.attend_ctas // (batch * tiles)))
+
+    lead = (batch, tiles, splits)
+    out, sums = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            latent_dim=latent_dim,
+            scale=scale,
+            size=size,
+            splits=splits,
+            stages=blocks.stages,
+            registers=blocks.register_operands,
+        ),  # fmt: skip
+        out_type=[
+            jax.ShapeDtypeStruct((*lead, _TILE, latent_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*lead, 3, _TILE), jnp.float32),
+        ],
+        grid=(splits, tiles, batch),
+        grid_names=("split", "tile", "batch"),
+        num_threads=_WORKERS + 1,
+        thread_name="warpgroup",
+    )(length.max(-1), jnp.tile(length, (1, 1, 2)), query, rows)
+    return _combine(out, sums, queries)
+
+
+def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size, splits, stages, registers):
+    split, tile, b = (lax.axis_index(name) for name in ("split", "tile", "batch"))
+    group = lax.axis_index("warpgroup")
+    live = pl.cdiv(longest[b, tile], size)
+    mine = pl.cdiv(jnp.maximum(live - split, 0), splits)  # blocks split, split + splits, ... with a row
+    half = latent_dim // _WORKERS
+    strip = min(_STRIP, half)
+    columns = [pl.ds(pl.multiple_of(group * half + i, strip), strip) for i in range(0, half, strip)]
+
+    def body(queries, buffers, lengths, arrived, free, ready, *spare):
+        @pl.when(group == _WORKERS)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, mine)
+            def _(j):
+                slot = lax.rem(j, stages)
+
+                @pl.when(j >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+                start = (split + j * splits) * size
+                plgpu.copy_gmem_to_smem(rows.at[b, pl.ds(start, size), :], buffers.at[slot], arrived.at[slot])
+
+        @pl.when(group < _WORKERS)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+
+            @pl.when(group == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(query.at[b, tile], queries, ready)
+                plgpu.copy_gmem_to_smem(length.at[b, tile], lengths, ready)
+
+            plgpu.barrier_wait(ready)
+            own = plgpu.layout_cast(lengths[...], ROW)
+            low = plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 0, layout=plgpu.Layout.WGMMA) >= QUERIES
+
+            def fold(j, carry):
+                acc, peak, total, moment = carry
+                slot = lax.rem(j, stages)
+                plgpu.barrier_wait(arrived.at[slot])
+
+                def products(result):
+                    plgpu.wgmma(result, queries, transposed(buffers.at[slot]))
+                    return result[...]
+
+                score = scale * pl.run_scoped(products, plgpu.ACC((_TILE, size), jnp.float32))
+                column = plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 1, layout=plgpu.Layout.WGMMA)
+                seen = column + (split + j * splits) * size < _across(own, score)
+                score = jnp.where(seen, score, -jnp.inf)
+                new = jnp.maximum(peak, score.max(1))
+                floor = jnp.where(new == -jnp.inf, 0.0, new)  # no row yet: weights exp(-inf) = 0, never NaN
+                weight = jnp.exp(score - _across(floor, score))
+                keep = jnp.exp(peak - floor)
+                total = keep * total + weight.sum(1)
+                moment = keep * moment + jnp.where(seen, weight * score, 0.0).sum(1)
+                high = exact.truncate(weight)
+                piece = jnp.where(low, weight - high, high).astype(jnp.bfloat16)
+
+                if spare:
+                    spare[0][group] = piece
+                    plgpu.commit_smem()
+                    piece = spare[0].at[group]
+
+                def outputs(piece, lanes, result):
+                    plgpu.wgmma(result, piece, buffers.at[slot, :, lanes])
+                    return result[...]
+
+                product = plgpu.ACC((_TILE, strip), jnp.float32)
+                strips = [pl.run_scoped(functools.partial(outputs, piece, at), product) for at in columns]
+                acc = [_across(keep, old) * old + added for old, added in zip(acc, strips, strict=True)]
+                plgpu.barrier_arrive(free.at[slot])
+                return acc, new, total, moment
+
+            nothing = plgpu.layout_cast(jnp.full((_TILE,), -jnp.inf, jnp.float32), ROW)
+            zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), ROW)
+            acc = [plgpu.layout_cast(jnp.zeros((_TILE, strip), jnp.float32), plgpu.Layout.WGMMA) for _ in columns]
+            acc, peak, total, moment = lax.fori_loop(0, mine, fold, (acc, nothing, zero, zero))
+            for at, value in zip(columns, acc, strict=True):
+                out[b, tile, split, :, at] = value
+
+            @pl.when(group == 0)
+            def _():
+                for i, value in enumerate((peak, total, moment)):
+                    sums[b, tile, split, i] = value
+
+    pl.run_scoped(
+        body,
+        tiled((_TILE, rows.shape[2]), rows.dtype),
+        tiled((stages, size, rows.shape[2]), rows.dtype),
+        plgpu.SMEM((_TILE,), jnp.int32),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2),
+        *([tiled((_WORKERS, _TILE, size), rows.dtype)] if not registers else []),
+        collective_axes="warpgroup",
+    )
+
+
+def _across(x, like):
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _combine(out: Array, sums: Array, queries: int) -> Part:
+    """The splits of every tile as one part; the two pieces of the weights, 32 rows apart, are added up."""
+    batch, tiles, splits = out.shape[:3]
+    out = out.reshape(batch, tiles, splits, 2, QUERIES, -1).sum(3)
+    peak, total, moment = (sums[:, :, :, i, :QUERIES] for i in range(3))
+    whole = peak.max(2, keepdims=True)
+    share = jnp.exp(peak - jnp.where(whole == -jnp.inf, 0.0, whole))
+    total = (share * total).sum(2)
+    scaled = 1.0 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    flat = lambda x: x.reshape(batch, tiles * QUERIES, *x.shape[3:])[:, :queries]  # noqa: E731
+    return Part(
+        flat(scaled[..., None] * (share[..., None] * out).sum(2)),
+        flat(whole[:, :, 0] + jnp.log(total)),
+        flat(whole[:, :, 0]),
+        flat(scaled * (share * moment).sum(2)),
+    )

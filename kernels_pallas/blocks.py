@@ -1,0 +1,79 @@
+"""Which device a kernel is traced for, and the block sizes it runs with there."""
+
+import dataclasses
+
+import jax
+from jax.sharding import get_abstract_mesh
+
+TOGETHER = 8  # rows that lie together in a TPU's memory: the least that one copy may move
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuBlocks:
+    """Block sizes of the Mosaic TPU kernels.
+
+    attend_rows     rows of a contiguous range read at once.
+    attend_queries  queries attended at once; more of them read the rows again.
+    splits          interleaved parts of the range, one a core: 2 where one device is two cores.
+    gather_rows     rows of a fetch list held at once: as many row copies are in flight.
+    scan_rows       archived rows scanned at once.
+    """
+
+    attend_rows: int = 1024
+    attend_queries: int = 256
+    splits: int = 1
+    gather_rows: int = 64
+    scan_rows: int = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuBlocks:
+    """Block sizes of the Mosaic GPU kernels.
+
+    attend_rows rows that a thread block attends at once.
+    attend_ctas thread blocks of an attend in all: one to a multiprocessor.
+    scan_rows   archived rows that a thread block scans at once.
+    scan_ctas   thread blocks of a scan in all: two to a multiprocessor.
+    stages      blocks on their way into shared memory at once.
+    register_operands   weights go to the tensor cores from registers; False: by way of shared memory, which small rows
+                leave room for and interpreters need.
+    """
+
+    attend_rows: int = 64
+    attend_ctas: int = 132
+    scan_rows: int = 128
+    scan_ctas: int = 264
+    stages: int = 2
+    register_operands: bool = True
+
+
+# Devices whose two cores share one program, and those with less on-chip memory a core (v4, v5p: 16 to 64 MiB VMEM).
+_TPU = {
+    "TPU v4": TpuBlocks(attend_rows=512, splits=2, scan_rows=2048),
+    "TPU v5": TpuBlocks(splits=2),
+    "TPU v5p": TpuBlocks(splits=2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What kernels need to know of a device."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # "TPU v5 lite", "NVIDIA H200", ...
+
+
+def device() -> Device:
+    """The device being traced for: that of `jax.sharding.use_abstract_mesh` where it names one, else the default."""
+    target = get_abstract_mesh().abstract_device
+    if target is not None and target.platform is not None:
+        return Device(target.platform, target.device_kind)
+    default = jax.devices()[0]
+    return Device(default.platform, default.device_kind)
+
+
+def tpu_blocks(kind: str, *, row_bytes: int) -> TpuBlocks:
+    """The table's entry, or the default, with fewer rows at once where rows are wide: a block stays under 4 MiB."""
+    blocks = _TPU.get(kind, TpuBlocks())
+    fit = max(128, (4 << 20) // row_bytes // 128 * 128)
+    return dataclasses.replace(blocks, attend_rows=min(blocks.attend_rows, fit))

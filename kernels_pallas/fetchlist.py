@@ -1,0 +1,68 @@
+"""From the margins of a scan to the ordered list of rows to fetch (VestigeKV §3). Plain XLA on every device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+GROUP = 128  # rows counted together by a scan
+
+
+class Margins(NamedTuple):
+    """What a scan leaves of every row and of every group of 128 rows."""
+
+    margin: Array  # [B, S] float32, best margin over the heads; -inf where a row can't fire
+    fired: Array  # [B, ceil(S / 128)] int32, rows of the group with margin >= 0
+
+
+class FetchList(NamedTuple):
+    """Rows to fetch, in position order."""
+
+    position: Array  # [B, width] int32, ascending; S past count
+    count: Array  # [B] int32, at most width
+    overflowed: Array  # [B] bool, more fired than width
+
+
+def count_fired(margin: Array) -> Array:
+    """Fired rows of every group of 128: margin [B, S] -> int32 [B, ceil(S / 128)]."""
+    return _groups(margin >= 0).sum(-1, dtype=jnp.int32)
+
+
+def compact(margins: Margins, width: int, *, compare_all: bool) -> FetchList:
+    """See `kernels_pallas.compact`. A short list looks only into the groups that its rows are in."""
+    batch, slots = margins.margin.shape
+    total = margins.fired.sum(-1, dtype=jnp.int32)
+    count = jnp.minimum(total, width)
+    if width == 0 or slots == 0:
+        return FetchList(jnp.full((batch, width), slots, jnp.int32), count, total > width)
+    find = _by_group if width * GROUP < slots else _by_row
+    position = find(margins, width, "compare_all" if compare_all else "scan")
+    listed = jnp.arange(width) < count[:, None]
+    return FetchList(jnp.where(listed, position, slots), count, total > width)
+
+
+def _by_group(margins: Margins, width: int, method: str) -> Array:
+    """Entry f is in the first group by whose end more than f rows fired, and there the row that makes it f + 1."""
+    ends = jnp.cumsum(margins.fired, axis=-1)
+    wanted = jnp.arange(1, width + 1)
+    group = jax.vmap(lambda e: jnp.searchsorted(e, wanted, method=method))(ends)
+    group = jnp.minimum(group, ends.shape[-1] - 1)
+    rank = wanted - jnp.take_along_axis(ends - margins.fired, group, axis=1)
+    inside = jnp.take_along_axis(_groups(margins.margin >= 0), group[..., None], axis=1)
+    running = jnp.cumsum(inside, axis=-1, dtype=jnp.int32)
+    return (group * GROUP + (running < rank[..., None]).sum(-1)).astype(jnp.int32)
+
+
+def _by_row(margins: Margins, width: int, method: str) -> Array:
+    """The same from one pass over all rows: cheaper for a long list."""
+    running = jnp.cumsum(margins.margin >= 0, axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, width + 1)
+    return jax.vmap(lambda r: jnp.searchsorted(r, wanted, method=method))(running).astype(jnp.int32)
+
+
+def _groups(rows: Array) -> Array:
+    """[B, S] -> [B, ceil(S / 128), 128], padded with zeros."""
+    batch, slots = rows.shape
+    return jnp.pad(rows, ((0, 0), (0, -slots % GROUP))).reshape(batch, -1, GROUP)
