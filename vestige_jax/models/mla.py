@@ -61,6 +61,12 @@ class MLA(Cached):
         content = jnp.einsum("...hn,rhn->...hr", query[..., : self.nope], up, preferred_element_type=jnp.float32)
         return jnp.concatenate([content, query[..., self.nope :].astype(jnp.float32)], axis=-1)
 
+    def _value_norms(self, rows: Array) -> Array:
+        """|| W_UV,h c ||."""
+        up = self.kv_b_proj[...][..., self.nope :]
+        values = jnp.einsum("...r,rhv->...hv", rows[..., : self.latent], up, preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(values, axis=-1)
+
     def _expand(self, latent: Array, dtype) -> Array:
         """[..., H, R] -> [..., D] through W_UV and o_proj."""
         up = self.kv_b_proj[...][..., self.nope :]
