@@ -1,5 +1,6 @@
 """The figures of the drivers, in colours that every kind of colour vision tells apart."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,19 @@ from matplotlib.figure import Figure
 from experiments.rows import atomic
 
 BLUE, GREY, INK = "#0072B2", "#B5B5B5", "#333333"
+COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Points of one method for `intervals`; without intervals and hollow where they are `published_for` another series."""
+
+    label: str
+    x: Sequence[float]
+    value: Sequence[float]
+    lo: Sequence[float] | None = None
+    hi: Sequence[float] | None = None
+    published_for: str | None = None
 
 
 def intact_bars(
@@ -67,6 +81,36 @@ def heat_map(
     panel.set_ylabel(row_label, fontsize=9, color=INK)
     panel.set_title(title, fontsize=10, color=INK)
     _save(figure, path)
+
+
+def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label: str, y_label: str) -> None:
+    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in the colour of ours."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    panel = figure.subplots()
+    own = [line.label for line in series if line.published_for is None]
+    panel.axhline(0, color=GREY, linewidth=1)
+    for line in series:
+        place = own.index(line.published_for or line.label)
+        at = np.asarray(line.x, float) * 1.06 ** (place - (len(own) - 1) / 2)  # side by side
+        _points(panel, at, line, COLOURS[place % len(COLOURS)])
+    panel.set_xscale("log")
+    ticks = sorted({x for line in series for x in line.x})
+    panel.set_xticks(ticks, [f"{x:g}x" for x in ticks], minor=False)
+    panel.minorticks_off()
+    _clean(panel)
+    panel.set_xlabel(x_label, fontsize=9, color=INK)
+    panel.set_ylabel(y_label, fontsize=9, color=INK)
+    panel.set_title(title, fontsize=10, color=INK)
+    panel.legend(fontsize=8, frameon=False, labelcolor=INK)
+    _save(figure, path)
+
+
+def _points(panel: matplotlib.axes.Axes, at: np.ndarray, line: Series, colour: str) -> None:
+    if line.published_for is not None:
+        panel.plot(at, line.value, "D", color=colour, markerfacecolor="none", markersize=5, label=line.label)
+        return
+    error = None if line.lo is None else np.abs(np.array([line.lo, line.hi]) - line.value)
+    panel.errorbar(at, line.value, error, fmt="o", color=colour, markersize=5, capsize=3, label=line.label)
 
 
 def _bar(panel: matplotlib.axes.Axes, place: int, row: Mapping[str, Any], colour: str) -> None:

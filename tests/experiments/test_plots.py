@@ -39,3 +39,12 @@ def test_heat_map_leaves_missing_cells_empty(tmp_path):
     plots.heat_map(tmp_path / "map.png", [[1.0, np.nan, np.nan, 1.0]], **labels)
     assert amount(pixels(tmp_path / "map.png"), "#fee838") == pytest.approx(full / 2, rel=0.1)
     assert full > 10_000
+
+
+def test_intervals_show_ours_and_what_was_published(tmp_path):
+    ours = plots.Series("sigma", [8, 32], [0.1, 0.2], [0.0, 0.1], [0.2, 0.4])
+    plots.intervals(tmp_path / "points.png", [ours], "title", "compression", "nats")
+    alone = amount(pixels(tmp_path / "points.png"), plots.BLUE)
+    figures = plots.Series("sigma, 48B", [8, 32], [0.15, 0.3], published_for="sigma")
+    plots.intervals(tmp_path / "points.png", [ours, figures], "title", "compression", "nats")
+    assert amount(pixels(tmp_path / "points.png"), plots.BLUE) > alone > 100
