@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import matplotlib.lines
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -17,7 +18,7 @@ COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Points of one method for `intervals`; without intervals and hollow where they are `published_for` another series."""
+    """Points of one method for `intervals`; hollow and without intervals where they are `published_for` another one."""
 
     label: str
     x: Sequence[float]
@@ -84,7 +85,7 @@ def heat_map(
 
 
 def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label: str, y_label: str) -> None:
-    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in the colour of ours."""
+    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     panel = figure.subplots()
     own = [line.label for line in series if line.published_for is None]
@@ -111,6 +112,42 @@ def _points(panel: matplotlib.axes.Axes, at: np.ndarray, line: Series, colour: s
         return
     error = None if line.lo is None else np.abs(np.array([line.lo, line.hi]) - line.value)
     panel.errorbar(at, line.value, error, fmt="o", color=colour, markersize=5, capsize=3, label=line.label)
+
+
+def dots(
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], *, label: str, series: str, title: str, x_label: str
+) -> None:
+    """Shares in [0, 1]: a panel for each ``panel``, a line for each ``label``, on it a colour for each ``series``.
+
+    Args:
+      rows: with ``panel``, the fields named by `label` and `series`, ``worst`` with ``lo`` and ``hi``, ``median`` (drawn
+        hollow) and ``chance`` (a grey tick).
+    """
+    names, kinds, panes = (list(dict.fromkeys(row[field] for row in rows)) for field in (label, series, "panel"))
+    size = (2 + 2.6 * len(panes), 1.4 + 0.2 * len(names) * len(kinds))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(panes), sharey=True, squeeze=False)[0]
+    for panel, pane in zip(panels, panes, strict=True):
+        for row in (row for row in rows if row["panel"] == pane):
+            kind = kinds.index(row[series])
+            _dot(panel, names.index(row[label]) + 0.7 * (kind + 0.5) / len(kinds) - 0.35, row, COLOURS[kind])
+        _clean(panel)
+        panel.set(xlim=(-0.03, 1.03), xticks=[0, 0.5, 1])
+        panel.set_title(pane, fontsize=9, color=INK)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    marks = [matplotlib.lines.Line2D([], [], marker="o", linestyle="", color=COLOURS[i]) for i in range(len(kinds))]
+    figure.legend(marks, kinds, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False, labelcolor=INK)
+    figure.supxlabel(x_label, fontsize=9, color=INK)
+    figure.suptitle(title, fontsize=10, color=INK)
+    _save(figure, path)
+
+
+def _dot(panel: matplotlib.axes.Axes, place: float, row: Mapping[str, Any], colour: str) -> None:
+    panel.plot(row["chance"], place, "|", color=GREY, markersize=8)
+    panel.plot([row["lo"], row["hi"]], [place, place], color=colour, linewidth=1)
+    panel.plot(row["median"], place, "o", color=colour, markerfacecolor="white", markersize=5)
+    panel.plot(row["worst"], place, "o", color=colour, markersize=4)
 
 
 def _bar(panel: matplotlib.axes.Axes, place: int, row: Mapping[str, Any], colour: str) -> None:
