@@ -120,8 +120,8 @@ def dots(
     """Shares in [0, 1]: a panel for each ``panel``, a line for each ``label``, on it a colour for each ``series``.
 
     Args:
-      rows: with ``panel``, the fields named by `label` and `series`, ``worst`` with ``lo`` and ``hi``, ``median`` (drawn
-        hollow) and ``chance`` (a grey tick).
+      rows: with ``panel``, the fields that `label` and `series` name, ``worst`` with ``lo`` and ``hi``, ``median``
+        (drawn hollow) and ``chance`` (a grey tick).
     """
     names, kinds, panes = (list(dict.fromkeys(row[field] for row in rows)) for field in (label, series, "panel"))
     size = (2 + 2.6 * len(panes), 1.4 + 0.2 * len(names) * len(kinds))

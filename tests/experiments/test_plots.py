@@ -48,3 +48,10 @@ def test_intervals_show_ours_and_what_was_published(tmp_path):
     figures = plots.Series("sigma, 48B", [8, 32], [0.15, 0.3], published_for="sigma")
     plots.intervals(tmp_path / "points.png", [ours, figures], "title", "compression", "nats")
     assert amount(pixels(tmp_path / "points.png"), plots.BLUE) > alone > 100
+
+
+def test_dots_have_a_colour_for_each_series(tmp_path):
+    row = dict(panel="64 tokens", digest="quest", arm="nope", worst=0.2, lo=0.1, hi=0.4, median=0.7, chance=0.1)
+    plots.dots(tmp_path / "dots.png", [row, row | {"arm": "rope"}], label="digest", series="arm", title="", x_label="")
+    image = pixels(tmp_path / "dots.png")
+    assert min(amount(image, colour) for colour in plots.COLOURS[:2]) > 50 and amount(image, plots.COLOURS[2]) == 0

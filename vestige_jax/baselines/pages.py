@@ -63,7 +63,7 @@ class Pages:
             raise ValueError(f"fetch={spec.fetch} rows hold no page of {self.page}; raise fetch")
         archive, slots = cache.archive, jnp.arange(spec.archive_rows)
         archived = (slots < archive.closed[:, None]) & ~archive.kept
-        chosen = best(self.scores(archive.rows, archived, query), spec.fetch // self.page)
+        chosen = best(self.scores(archive.rows[..., : spec.row_dim], archived, query), spec.fetch // self.page)
         fired = archived & chosen[:, slots // self.page]
         position, count = members(fired, min(spec.fetch // self.page * self.page, spec.archive_rows))
         part = attention.over(spec, query, take_rows(archive.words, position), count)
