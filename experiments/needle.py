@@ -14,8 +14,8 @@ import ml_collections
 
 from configs import needle as needle_config
 from experiments import needle_batch, needle_report, needles
-from experiments.bench import Bench, fingerprint
 from experiments.needle_batch import Batch
+from experiments.needle_cells import Cells, fingerprint
 from experiments.runner import Run, launch, reading_input
 from vestige_jax import baselines
 
@@ -27,7 +27,7 @@ DENSE = ("dense", 1)
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
-    with Run(out, lab.identity, key=KEY, text=lab.bench.prose.hash, seeds=[config.seed]) as run:
+    with Run(out, lab.identity, key=KEY, text=lab.cells.prose.hash, seeds=[config.seed]) as run:
         dense = {place(row): row["nll"] for row in run.rows if row["method"] == "dense"}
         for key in run.todo(lab.plan(), label="needle"):
             if run.done(*key):  # measured with another trial of its batch
@@ -61,12 +61,12 @@ class Lab:
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
             loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
-            self.bench = Bench(config.checkpoint, **loading)
+            self.cells = Cells(config.checkpoint, **loading)
             self.batches = [batch for prefix in config.prefixes for batch in self._batches(prefix)]
-            self.specs = {batch.prefix: self.bench.spec(batch, **_layout(config)) for batch in self.batches}
+            self.specs = {batch.prefix: self.cells.spec(batch, **_layout(config)) for batch in self.batches}
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
-            self.identity.weights = fingerprint(self.bench.folder)
+            self.identity.weights = fingerprint(self.cells.folder)
 
     def plan(self) -> Iterator[tuple]:
         """The key of every row in the order of measuring: batch by batch, dense first."""
@@ -80,7 +80,7 @@ class Lab:
         """The rows of this key's cell for its whole batch, without the verdict."""
         prefix, depth, name, ratio, trial = key
         batch = next(b for b in self.batches if b.prefix == prefix and (depth, trial) in b.places)
-        measured = self.bench.measure(self.specs[prefix], batch, self.methods[name], ratio, self.config.seed)
+        measured = self.cells.measure(self.specs[prefix], batch, self.methods[name], ratio, self.config.seed)
         for (depth, trial), row in zip(batch.places, measured, strict=True):
             yield dict(zip(KEY, (prefix, depth, name, ratio, trial), strict=True)) | row
 
@@ -88,7 +88,7 @@ class Lab:
         config = self.config
         facts = dict(prefix=prefix, seed=config.seed, template=config.template, needles=config.needles)
         trials = [
-            ((f"{low:g}-{high:g}", index), needles.trial(self.bench.prose, index, depth=(low, high), **facts))
+            ((f"{low:g}-{high:g}", index), needles.trial(self.cells.prose, index, depth=(low, high), **facts))
             for depth, (low, high) in enumerate(itertools.pairwise(config.depths))
             for index in range(depth * config.trials, (depth + 1) * config.trials)  # no needle at two depths
         ]
