@@ -5,22 +5,20 @@ A trial is intact if the code costs less than one nat more than it does with den
 summary.csv, meta.json and needle.png; for more than one depth or prefix also grid.csv and heat maps.
 """
 
-import hashlib
 import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import ml_collections
 
 from configs import needle as needle_config
-from experiments import corpus, needle_batch, needle_report, needles, serving
+from experiments import needle_batch, needle_report, needles
+from experiments.checkpoints import fingerprint
 from experiments.needle_batch import Batch
-from experiments.runner import ROOT, Run, launch, reading_input
-from vestige_jax import baselines, generation, models
-from vestige_jax.models import DecoderState
-from vestige_jax.spec import CacheSpec, keep_count
+from experiments.needle_cells import Cells
+from experiments.runner import Run, launch, reading_input
+from vestige_jax import baselines
 
 KEY = ("prefix", "depth", "method", "ratio", "trial")
 MOST_TOKENS = 1 << 24
@@ -30,7 +28,7 @@ DENSE = ("dense", 1)
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
-    with Run(out, lab.identity, key=KEY, text=lab.prose.hash, seeds=[config.seed]) as run:
+    with Run(out, lab.identity, key=KEY, text=lab.cells.prose.hash, seeds=[config.seed]) as run:
         dense = {place(row): row["nll"] for row in run.rows if row["method"] == "dense"}
         for key in run.todo(lab.plan(), label="needle"):
             if run.done(*key):  # measured with another trial of its batch
@@ -63,15 +61,13 @@ class Lab:
         with reading_input():
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
-            folder = _checkpoint(config.checkpoint)
-            self.model = models.load(folder, dtype=_dtype("weights_dtype", config.weights_dtype))
-            self.prose = needles.Prose(corpus.load(config.text), models.Tokenizer.load(folder))
+            loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
+            self.cells = Cells(config.checkpoint, **loading)
             self.batches = [batch for prefix in config.prefixes for batch in self._batches(prefix)]
-            self.specs = {batch.prefix: self._spec(batch) for batch in self.batches}
+            self.specs = {batch.prefix: self.cells.spec(batch, **_layout(config)) for batch in self.batches}
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
-            self.identity.weights = fingerprint(folder)
-        self._prefilled: tuple[Batch, DecoderState] | None = None
+            self.identity.weights = fingerprint(self.cells.folder)
 
     def plan(self) -> Iterator[tuple]:
         """The key of every row in the order of measuring: batch by batch, dense first."""
@@ -85,54 +81,25 @@ class Lab:
         """The rows of this key's cell for its whole batch, without the verdict."""
         prefix, depth, name, ratio, trial = key
         batch = next(b for b in self.batches if b.prefix == prefix and (depth, trial) in b.places)
-        method, spec = self.methods[name], serving.served(self.specs[prefix], self.methods[name])
-        rows, layers = keep_count(prefix, 1 / ratio, None), len(self.model.config.full_attn_layers)
-        seeds = jnp.asarray(needle_batch.seeds(batch, self.config.seed, layers))
-        state = serving.compress(spec, self._prefill(batch), method, rows, seeds)
-        tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
-        forced = generation.teacher_force(self.model, spec, state, tokens, lengths)
-        measured = needle_batch.measure(spec, batch, state, forced)
+        measured = self.cells.measure(self.specs[prefix], batch, self.methods[name], ratio, self.config.seed)
         for (depth, trial), row in zip(batch.places, measured, strict=True):
             yield dict(zip(KEY, (prefix, depth, name, ratio, trial), strict=True)) | row
-
-    def _prefill(self, batch: Batch) -> DecoderState:
-        """The state of the batch at the cut: computed once, and shared by its cells."""
-        if self._prefilled is None or self._prefilled[0] is not batch:
-            self._prefilled = None  # one at a time
-            spec, ids = self.specs[batch.prefix], jnp.asarray(batch.ids)
-            _, state = generation.prefill(self.model, spec, ids, chunk=self.config.chunk, observe=True)
-            self._prefilled = batch, state
-        return self._prefilled[1]
 
     def _batches(self, prefix: int) -> Iterator[Batch]:
         config = self.config
         facts = dict(prefix=prefix, seed=config.seed, template=config.template, needles=config.needles)
         trials = [
-            ((f"{low:g}-{high:g}", index), needles.trial(self.prose, index, depth=(low, high), **facts))
+            ((f"{low:g}-{high:g}", index), needles.trial(self.cells.prose, index, depth=(low, high), **facts))
             for depth, (low, high) in enumerate(itertools.pairwise(config.depths))
             for index in range(depth * config.trials, (depth + 1) * config.trials)  # no needle at two depths
         ]
         return needle_batch.batches(prefix, trials, config.batch)
 
-    def _spec(self, batch: Batch) -> CacheSpec:
-        """One spec for every method and ratio: tier 1 has room for the largest keep set; smaller ones fit in."""
-        config, block = self.config, self.config.block or batch.prefix
-        if batch.prefix % block:
-            raise ValueError(
-                f"prefixes={batch.prefix} must be a multiple of block={block}: rows behind the last whole block are "
-                "always attended, and the needle may be one of them"
-            )
-        if batch.longest >= block:
-            raise ValueError(f"block={block} must be longer than the {batch.longest} tokens of question and answer")
-        return self.model.config.cache_spec(
-            batch.prefix + batch.longest,
-            allow_rope=config.allow_rope,
-            block=block,
-            ratio=1 / min(config.ratios),
-            trace=True,
-            dtype=_dtype("rows_dtype", config.rows_dtype),
-            **{name: config[name] for name in ("sinks", "rank", "fetch", "overflow", "top_j")},
-        )
+
+def _layout(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The fields of the config that lay out a cache."""
+    names = ("block", "rows_dtype", "ratios", "allow_rope", "sinks", "rank", "fetch", "overflow", "top_j")
+    return {name: config[name] for name in names}
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
@@ -151,31 +118,6 @@ def _check(config: ml_collections.ConfigDict) -> None:
         raise ValueError(f"depths={edges} must be at least two edges, rising between 0 and 1, like 0.1,0.8")
     if not config.methods:
         raise ValueError(f"methods={config.methods} must name at least one; {baselines.known()}")
-    if not config.checkpoint:
-        raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
-
-
-def _dtype(name: str, value: str) -> jnp.dtype:
-    if value not in ("float32", "bfloat16"):
-        raise ValueError(f"{name}={value!r} must be float32 or bfloat16")
-    return jnp.dtype(value)
-
-
-def _checkpoint(path: str) -> pathlib.Path:
-    """The folder as given, or under the root of the checkout."""
-    return pathlib.Path(path) if pathlib.Path(path).exists() else ROOT / path
-
-
-def fingerprint(folder: pathlib.Path) -> str:
-    """A hash of a checkpoint: the first and last MiB of each file that decides what the model computes."""
-    digest, end = hashlib.sha256(), 1 << 20
-    names = ("config.json", "tokenizer_config.json", "tiktoken.model")
-    for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in names):
-        with open(path, "rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(end))
-            file.seek(max(0, path.stat().st_size - end))
-            digest.update(file.read(end))
-    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

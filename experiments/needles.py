@@ -124,6 +124,10 @@ class Prose:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.encoder.encode(text), np.int32)
 
+    def size(self, split: str) -> int:
+        """Tokens of a split."""
+        return sum(map(len, self._documents[split]))
+
     def draw(self, split: str, rng: np.random.Generator, length: int) -> np.ndarray:
         """`length` tokens of whole documents in random order; the first one starts somewhere inside."""
         documents = self._documents[split]

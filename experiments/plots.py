@@ -1,16 +1,31 @@
 """The figures of the drivers, in colours that every kind of colour vision tells apart."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import matplotlib.lines
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.rows import atomic
 
 BLUE, GREY, INK = "#0072B2", "#B5B5B5", "#333333"
+COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Points of one method for `intervals`; hollow and without intervals where they are `published_for` another one."""
+
+    label: str
+    x: Sequence[float]
+    value: Sequence[float]
+    lo: Sequence[float] | None = None
+    hi: Sequence[float] | None = None
+    published_for: str | None = None
 
 
 def intact_bars(
@@ -67,6 +82,72 @@ def heat_map(
     panel.set_ylabel(row_label, fontsize=9, color=INK)
     panel.set_title(title, fontsize=10, color=INK)
     _save(figure, path)
+
+
+def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label: str, y_label: str) -> None:
+    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    panel = figure.subplots()
+    own = [line.label for line in series if line.published_for is None]
+    panel.axhline(0, color=GREY, linewidth=1)
+    for line in series:
+        place = own.index(line.published_for or line.label)
+        at = np.asarray(line.x, float) * 1.06 ** (place - (len(own) - 1) / 2)  # side by side
+        _points(panel, at, line, COLOURS[place % len(COLOURS)])
+    panel.set_xscale("log")
+    ticks = sorted({x for line in series for x in line.x})
+    panel.set_xticks(ticks, [f"{x:g}x" for x in ticks], minor=False)
+    panel.minorticks_off()
+    _clean(panel)
+    panel.set_xlabel(x_label, fontsize=9, color=INK)
+    panel.set_ylabel(y_label, fontsize=9, color=INK)
+    panel.set_title(title, fontsize=10, color=INK)
+    panel.legend(fontsize=8, frameon=False, labelcolor=INK)
+    _save(figure, path)
+
+
+def _points(panel: matplotlib.axes.Axes, at: np.ndarray, line: Series, colour: str) -> None:
+    if line.published_for is not None:
+        panel.plot(at, line.value, "D", color=colour, markerfacecolor="none", markersize=5, label=line.label)
+        return
+    error = None if line.lo is None else np.abs(np.array([line.lo, line.hi]) - line.value)
+    panel.errorbar(at, line.value, error, fmt="o", color=colour, markersize=5, capsize=3, label=line.label)
+
+
+def dots(
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], *, label: str, series: str, title: str, x_label: str
+) -> None:
+    """Shares in [0, 1]: a panel for each ``panel``, a line for each ``label``, on it a colour for each ``series``.
+
+    Args:
+      rows: with ``panel``, the fields that `label` and `series` name, ``worst`` with ``lo`` and ``hi``, ``median``
+        (drawn hollow) and ``chance`` (a grey tick).
+    """
+    names, kinds, panes = (list(dict.fromkeys(row[field] for row in rows)) for field in (label, series, "panel"))
+    size = (2 + 2.6 * len(panes), 1.4 + 0.2 * len(names) * len(kinds))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(panes), sharey=True, squeeze=False)[0]
+    for panel, pane in zip(panels, panes, strict=True):
+        for row in (row for row in rows if row["panel"] == pane):
+            kind = kinds.index(row[series])
+            _dot(panel, names.index(row[label]) + 0.7 * (kind + 0.5) / len(kinds) - 0.35, row, COLOURS[kind])
+        _clean(panel)
+        panel.set(xlim=(-0.03, 1.03), xticks=[0, 0.5, 1])
+        panel.set_title(pane, fontsize=9, color=INK)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    marks = [matplotlib.lines.Line2D([], [], marker="o", linestyle="", color=COLOURS[i]) for i in range(len(kinds))]
+    figure.legend(marks, kinds, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False, labelcolor=INK)
+    figure.supxlabel(x_label, fontsize=9, color=INK)
+    figure.suptitle(title, fontsize=10, color=INK)
+    _save(figure, path)
+
+
+def _dot(panel: matplotlib.axes.Axes, place: float, row: Mapping[str, Any], colour: str) -> None:
+    panel.plot(row["chance"], place, "|", color=GREY, markersize=8)
+    panel.plot([row["lo"], row["hi"]], [place, place], color=colour, linewidth=1)
+    panel.plot(row["median"], place, "o", color=colour, markerfacecolor="white", markersize=5)
+    panel.plot(row["worst"], place, "o", color=colour, markersize=4)
 
 
 def _bar(panel: matplotlib.axes.Axes, place: int, row: Mapping[str, Any], colour: str) -> None:

@@ -188,7 +188,7 @@ def identity(config: ml_collections.ConfigDict, text: str, seeds: Sequence[int])
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One phrase, ``field: old, now new``, for each fact in which two identities differ."""
     facts = ("config", "text_hash", "seeds")
-    before, now = (dict(_flat({fact: side[fact] for fact in facts})) for side in (old, new))
+    before, now = (dict(flat({fact: side[fact] for fact in facts})) for side in (old, new))
     names = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name, 'absent')}, now {now.get(name, 'absent')}" for name in names]
 
@@ -249,10 +249,10 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).replace("\\n", "; ").replace("\n", "; ").replace("\\", "").replace("'", "").split())
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Nested mappings as pairs of a dotted name and a value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else key)
+            yield from flat(inner, f"{name}.{key}" if name else key)
     else:
         yield name, value

@@ -170,7 +170,7 @@ def test_dense_is_the_dense_forward_of_the_model(lab, finished):
     for batch in lab.batches:
         for (_, number), trial in zip(batch.places, batch.trials, strict=False):
             ids = np.pad(trial.ids, (0, PREFIX + batch.longest - len(trial.ids)))  # one shape; what is behind is unseen
-            logits = jax.nn.log_softmax(forward(lab.model, jnp.asarray(ids)[None])[0])
+            logits = jax.nn.log_softmax(forward(lab.cells.model, jnp.asarray(ids)[None])[0])
             answer = np.arange(len(trial.ids) - len(trial.answer), len(trial.ids))
             loss = -logits[answer - 1, trial.ids[answer]].sum()
             assert_allclose(known[number]["nll"], loss, rtol=1e-4)
@@ -186,13 +186,14 @@ def test_the_path_is_the_one_of_the_cache_itself(lab, finished):
     """A cache made for ratio 16, that ranks its own rows, gives what the driver has from its shared state."""
     batch = lab.batches[0]
     spec = dataclasses.replace(lab.specs[PREFIX], ratio=1 / 16)
-    _, state = generation.prefill(lab.model, spec, jnp.asarray(batch.ids), chunk=48, observe=True)
+    _, state = generation.prefill(lab.cells.model, spec, jnp.asarray(batch.ids), chunk=48, observe=True)
     seeds = jnp.zeros((1, 2), jnp.uint32)
     selected = serving.compress(spec, state, baselines.method("sigma"), 8, seeds)
     assert_array_equal(selected.caches[0].archive.kept, state.caches[0].archive.kept)
 
-    state = generation.calibrate(lab.model, spec, state)
-    forced = generation.teacher_force(lab.model, spec, state, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths))
+    state = generation.calibrate(lab.cells.model, spec, state)
+    tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
+    forced = generation.teacher_force(lab.cells.model, spec, state, tokens, lengths)
     answer = needle_batch.answered(batch, forced)["nll"]
     assert_allclose(nll(read(finished), "vestige", 16)[:2], answer, rtol=1e-5)
     assert abs(answer - nll(read(finished), "dense", 1)[:2]).min() > 1e-3  # so that the comparison can fail
@@ -203,7 +204,8 @@ def test_the_path_is_the_one_of_the_cache_itself(lab, finished):
 def test_every_method_holds_the_same_number_of_rows(lab, name):
     method = lab.methods[name]
     spec = serving.served(lab.specs[PREFIX], method)
-    state = serving.compress(spec, lab._prefill(lab.batches[0]), method, 8, jnp.zeros((1, 2), jnp.uint32))
+    state = lab.cells.prefill(lab.specs[PREFIX], lab.batches[0])
+    state = serving.compress(spec, state, method, 8, jnp.zeros((1, 2), jnp.uint32))
     assert_array_equal(state.caches[0].tier1.count, [8 + 4] * 2)
 
 

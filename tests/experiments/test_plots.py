@@ -39,3 +39,19 @@ def test_heat_map_leaves_missing_cells_empty(tmp_path):
     plots.heat_map(tmp_path / "map.png", [[1.0, np.nan, np.nan, 1.0]], **labels)
     assert amount(pixels(tmp_path / "map.png"), "#fee838") == pytest.approx(full / 2, rel=0.1)
     assert full > 10_000
+
+
+def test_intervals_show_ours_and_what_was_published(tmp_path):
+    ours = plots.Series("sigma", [8, 32], [0.1, 0.2], [0.0, 0.1], [0.2, 0.4])
+    plots.intervals(tmp_path / "points.png", [ours], "title", "compression", "nats")
+    alone = amount(pixels(tmp_path / "points.png"), plots.BLUE)
+    figures = plots.Series("sigma, 48B", [8, 32], [0.15, 0.3], published_for="sigma")
+    plots.intervals(tmp_path / "points.png", [ours, figures], "title", "compression", "nats")
+    assert amount(pixels(tmp_path / "points.png"), plots.BLUE) > alone > 100
+
+
+def test_dots_have_a_colour_for_each_series(tmp_path):
+    row = dict(panel="64 tokens", digest="quest", arm="nope", worst=0.2, lo=0.1, hi=0.4, median=0.7, chance=0.1)
+    plots.dots(tmp_path / "dots.png", [row, row | {"arm": "rope"}], label="digest", series="arm", title="", x_label="")
+    image = pixels(tmp_path / "dots.png")
+    assert min(amount(image, colour) for colour in plots.COLOURS[:2]) > 50 and amount(image, plots.COLOURS[2]) == 0

@@ -11,7 +11,7 @@ from flax import nnx
 
 import vestige_jax as vk
 from vestige_jax import models
-from vestige_jax.models.mla import MLAState
+from vestige_jax.models.cached import MLAState
 
 TOLERANCE = 2e-4
 

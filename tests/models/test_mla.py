@@ -11,7 +11,7 @@ from flax import nnx
 
 import vestige_jax as vk
 from vestige_jax import models
-from vestige_jax.models import mla, rope
+from vestige_jax.models import cached, mla, rope
 
 
 def twin(config, **changes):
@@ -113,7 +113,7 @@ def test_rotation_at_position_zero_is_the_identity():
 
 def test_dense_attention_in_query_blocks_equals_one_block(layers, x, monkeypatch):
     whole = layers[0](x)
-    monkeypatch.setattr(mla, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(cached, "QUERY_BLOCK", 7)
     np.testing.assert_allclose(layers[0](x), whole, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 import vestige_jax as vk
+from vestige_jax.models.cached import Cached
 from vestige_jax.models.config import ModelConfig
 from vestige_jax.models.kda import KDA
 from vestige_jax.models.layers import FFN, RMSNorm
@@ -37,7 +38,7 @@ class Block(nnx.Module):
     @property
     def cached(self) -> bool:
         """Whether this block keeps rows in a cache."""
-        return isinstance(self.self_attn, MLA)
+        return isinstance(self.self_attn, Cached)
 
     def __call__(self, x: Array) -> Array:
         return self._feed(x + self.self_attn(self.input_layernorm(x)))

@@ -9,8 +9,8 @@ import jax
 from jax import Array
 
 import vestige_jax as vk
+from vestige_jax.models.cached import MLAState
 from vestige_jax.models.kda import KDAState
-from vestige_jax.models.mla import MLAState
 
 
 @jax.tree_util.register_dataclass

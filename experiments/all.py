@@ -1,0 +1,42 @@
+"""Every table of the paper, one report.
+
+Runs the drivers of the config one after the other, each in a folder of its own under --out, and writes report.md from
+what they left there. A driver that is done only reads its rows again; a stopped run goes on where it ended.
+"""
+
+import importlib
+import pathlib
+
+import ml_collections
+
+from configs import all as all_config
+from experiments import report
+from experiments.runner import UserError, launch, make_writable
+
+
+def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
+    make_writable(out)
+    runs = {name: driver_config(name, config) for name in config.drivers}  # a mistake in the last is said at once
+    for name, own in runs.items():
+        print(f"\n== {name} ==", flush=True)
+        importlib.import_module(f"experiments.{name}").main(own, out / name)
+    report.write(out, list(runs), out / "report.md")
+    if config.publish:
+        report.publish(out, list(runs), pathlib.Path(config.publish))
+
+
+def driver_config(name: str, config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """The driver's own config under the overrides for it. UserError for an unknown driver or field."""
+    if name not in all_config.get_config().drivers:
+        raise UserError(f"drivers={name!r} is unknown; choose from {', '.join(all_config.get_config().drivers)}")
+    own = importlib.import_module(f"configs.{name}").get_config()
+    changes = config.overrides.get(name, {})
+    unknown = sorted(set(changes) - set(own))
+    if unknown:
+        raise UserError(f"overrides.{name} has {', '.join(unknown)}, which configs/{name}.py does not know")
+    own.update(changes)
+    return own
+
+
+if __name__ == "__main__":
+    launch(main, like=all_config)
