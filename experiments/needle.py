@@ -14,9 +14,9 @@ import ml_collections
 
 from configs import needle as needle_config
 from experiments import needle_batch, needle_report, needles
+from experiments.cells import Cells
 from experiments.checkpoints import fingerprint
 from experiments.needle_batch import Batch
-from experiments.needle_cells import Cells
 from experiments.runner import Run, launch, reading_input
 from vestige_jax import baselines
 

@@ -1,4 +1,4 @@
-"""What every experiment on needles works with: one checkpoint, its text, and cells measured on a shared prefill.
+"""What drivers that serve prompts work with: one checkpoint, its text, and cells measured on a shared prefill.
 
 A cell is a method at a ratio, on a batch of trials. What comes before the cut does not depend on it, so a batch is
 prefilled once, whatever is measured on it.
