@@ -66,7 +66,7 @@ def test_attend(backend, size, dtype, monkeypatch):
                 same(got, attend(query, words, jnp.asarray(length, jnp.int32)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize("backend", ["xla", *(pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS[1:])])
 def test_attend_with_a_length_for_every_query(backend, monkeypatch):
     """Prefill: many queries, each sees its own prefix; rows are wider than queries, as a TPU stores them."""
     rows, _, latent, scale = rows_and_query("tiny", jnp.bfloat16)
