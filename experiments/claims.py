@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from experiments import tables
 from experiments.runner import Run
+from experiments.stats import Statistic, bootstrap
 
 COLUMNS = ("claim", "paper", "rule", "ours", "lo", "hi", "n", "agrees", "because")
 
@@ -33,6 +35,12 @@ class Estimate:
     high: float | None
     n: int
     unusable: str = ""
+
+
+def bootstrapped(values: np.ndarray, statistic: Statistic = np.mean) -> Estimate:
+    """A statistic of independent values [N, ...] with its bootstrap interval over the N."""
+    values = np.asarray(values, np.float64)
+    return Estimate(float(statistic(values)), *bootstrap(values, statistic), len(values))
 
 
 ABSENT = Estimate(None, None, None, 0, "not measured with these settings")

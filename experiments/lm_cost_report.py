@@ -1,16 +1,15 @@
 """Summary, claims, table and figure of the language-model cost."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 import numpy as np
 
 from experiments import claims, plots, published, tables
-from experiments.claims import Estimate
+from experiments.claims import Estimate, bootstrapped
 from experiments.runner import Run
-from experiments.stats import bootstrap
 
 COLUMNS = (
     *("method", "ratio", "windows", "tokens", "nats_per_token", "delta", "lo", "hi"),
@@ -64,19 +63,14 @@ def bits_per_byte(cell: np.ndarray) -> float:
     return (nats - dense) / math.log(2) / size
 
 
-def estimate(values: np.ndarray, statistic: Callable[[np.ndarray], float]) -> Estimate:
-    """A statistic of windows [N, ...] with its bootstrap over windows."""
-    return Estimate(float(statistic(values)), *bootstrap(values, statistic), len(values))
-
-
 def measured(cells: Cells) -> dict[str, Estimate]:
     """What the claims of a config may speak of."""
     compressed = {place: cell for place, cell in cells.items() if place[0] != "dense"}
-    found = {f"delta CE, {name}, {r}x": estimate(cell, nats_per_token) for (name, r), cell in compressed.items()}
+    found = {f"delta CE, {name}, {r}x": bootstrapped(cell, nats_per_token) for (name, r), cell in compressed.items()}
     for (name, ratio), cell in cells.items():
         if name == "vestige" and ("sigma", ratio) in cells:
             both = np.stack([cell, cells["sigma", ratio]], axis=1)  # the same windows in the same order
-            found[f"saved by recall, {ratio}x"] = estimate(both, saved)
+            found[f"saved by recall, {ratio}x"] = bootstrapped(both, saved)
     return found
 
 
@@ -92,7 +86,7 @@ def summarise(cells: Cells, rows: Sequence[Mapping[str, Any]], method: str, rati
     line = {"method": method, "ratio": ratio, "windows": len(cell), "tokens": int(tokens)}
     line |= {"nats_per_token": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
     for statistic, names in ((nats_per_token, _DELTA), (bits_per_byte, _BITS)):
-        found = estimate(cell, statistic) if method != "dense" else None
+        found = bootstrapped(cell, statistic) if method != "dense" else None
         line |= dict(zip(names, (found.value, found.low, found.high) if found else (None,) * 3, strict=True))
     line |= {name: float(np.mean([row[name] for row in group])) for name in MEANS}
     return line | {
