@@ -24,7 +24,7 @@ KEY = ("method", "ratio", "window")
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
-    with Run(out, lab.identity, key=KEY, text=lab.bench.prose.hash, seeds=[config.seed]) as run:
+    with Run(out, lab.identity, key=KEY, text=lab.cells.prose.hash, seeds=[config.seed]) as run:
         for key in run.todo(lab.plan(), label="lm_cost"):
             if run.done(*key):  # measured with another window of its batch
                 continue
@@ -45,16 +45,16 @@ class Lab:
         with reading_input():
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
-            self.bench = Cells(config.checkpoint, **{name: config[name] for name in ("text", "weights_dtype", "chunk")})
+            self.cells = Cells(config.checkpoint, **{name: config[name] for name in ("text", "weights_dtype", "chunk")})
             length = config.prefix + config.tokens
-            ids = windows.draw(self.bench.prose, seed=config.seed, count=config.windows, length=length)
+            ids = windows.draw(self.cells.prose, seed=config.seed, count=config.windows, length=length)
             self.batches = windows.batches(ids, config.prefix, config.batch)
             # One layout for every method and ratio: tier 1 has room for the largest keep set; smaller ones fit in.
             changes = dict(ratio=1 / min(config.ratios), block=config.block or config.prefix)
-            self.spec = windows.cache_spec(self.bench.model, config, config.prefix, config.tokens, **changes)
+            self.spec = windows.cache_spec(self.cells.model, config, config.prefix, config.tokens, **changes)
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
-            self.identity.weights = fingerprint(self.bench.folder)
+            self.identity.weights = fingerprint(self.cells.folder)
 
     def plan(self) -> Iterator[tuple]:
         """The key of every row in the order of measuring: batch by batch, dense first."""
@@ -68,13 +68,13 @@ class Lab:
         """The rows of this key's cell for its whole batch."""
         name, ratio, window = key
         batch = next(batch for batch in self.batches if ("", window) in batch.places)
-        spec, state = self.bench.compressed(self.spec, batch, self.methods[name], ratio, self.config.seed)
-        forced = generation.teacher_force(self.bench.model, spec, state, jnp.asarray(batch.tokens))
+        spec, state = self.cells.compressed(self.spec, batch, self.methods[name], ratio, self.config.seed)
+        forced = generation.teacher_force(self.cells.model, spec, state, jnp.asarray(batch.tokens))
         loss, traffic = windows.losses(forced).sum(1), windows.traffic(spec, batch, forced)
         for line, (_, number) in enumerate(batch.places):
             row = dict(zip(KEY, (name, ratio, number), strict=True))
             scored = batch.trials[line].answer
-            row |= {"nats": loss[line], "tokens": len(scored), "bytes": windows.nbytes(self.bench.prose, scored)}
+            row |= {"nats": loss[line], "tokens": len(scored), "bytes": windows.nbytes(self.cells.prose, scored)}
             yield row | traffic[line]
 
 
