@@ -191,9 +191,13 @@ class Measured:
         for name, quantity in self.cells:
             for layer in (*self.layers[name], MEAN):
                 own = self.mean(name, quantity) if layer == MEAN else self.layer(name, quantity, layer)
-                values = (name, layer, quantity, own.value, own.low, own.high, own.n)
-                rows.append(dict(zip(SUMMARY, values, strict=True)))
+                rows.append(line(name, layer, quantity, own))
         return rows
+
+
+def line(arm: str, layer: int | str, quantity: str, own: Estimate) -> dict[str, Any]:
+    """A row of SUMMARY."""
+    return dict(zip(SUMMARY, (arm, layer, quantity, own.value, own.low, own.high, own.n), strict=True))
 
 
 def table(summary: Sequence[Mapping[str, Any]], paper: Callable[[str, Any], str | None]) -> str:
@@ -209,11 +213,16 @@ def table(summary: Sequence[Mapping[str, Any]], paper: Callable[[str, Any], str 
     return tables.render(list(lines.values()), ["quantity", "layer", *arms, "published"])
 
 
-def finish(run: Run, measured: Measured, estimates: Mapping[str, Estimate], paper: Callable) -> list[dict[str, Any]]:
-    """summary.csv and claims.csv, their tables on the screen; gives the summary."""
-    summary = measured.summary()
+def finish(
+    run: Run,
+    measured: Measured,
+    estimates: Mapping[str, Estimate],
+    paper: Callable[[str, Any], str | None],
+    more: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """summary.csv with `more` rows at its end, claims.csv, and their tables on the screen."""
+    summary = [*measured.summary(), *more]
     run.write_csv("summary.csv", summary, SUMMARY)
     print(table(summary, paper))
     print(f"\n{published.legend()}; 95% bootstrap over prompts\n")
     print(claims.write(run, run.config.claims, estimates))
-    return summary
