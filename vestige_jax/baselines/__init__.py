@@ -12,17 +12,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from vestige_jax.baselines.expected_attention import expected_attention
 from vestige_jax.baselines.full_row import full_row
 from vestige_jax.baselines.h2o import h2o
 from vestige_jax.baselines.h2o_recent import h2o_recent
+from vestige_jax.baselines.keepkv import keepkv
+from vestige_jax.baselines.keydiff import keydiff
+from vestige_jax.baselines.kmeans import kmeans
+from vestige_jax.baselines.knorm import knorm
+from vestige_jax.baselines.kvzip import kvzip
 from vestige_jax.baselines.norm import norm
+from vestige_jax.baselines.nuke import nuke
 from vestige_jax.baselines.observed import MergedRows, Merger, Observed, Selector, select, share
 from vestige_jax.baselines.random import random
 from vestige_jax.baselines.recalls import PAGES
 from vestige_jax.baselines.sigma import sigma
+from vestige_jax.baselines.sigma_pca import sigma_pca
 from vestige_jax.baselines.snapkv import snapkv
 from vestige_jax.baselines.streaming import streaming
 from vestige_jax.baselines.stride import stride
+from vestige_jax.baselines.tova import tova
 
 __all__ = [
     "ALIASES",
@@ -50,8 +59,19 @@ SELECTORS: dict[str, Callable[..., Selector]] = {
     "h2o": h2o,
     "h2o_recent": h2o_recent,
     "snapkv": snapkv,
+    "snapkv_w64": functools.partial(snapkv, window=64),
+    "snapkv_k5": functools.partial(snapkv, kernel=5),
+    "snapkv_max": functools.partial(snapkv, pool="max"),
+    "tova": tova,
+    "knorm": knorm,
+    "keydiff": keydiff,
+    "expected_attention": expected_attention,
+    "kvzip": kvzip,
+    "kvzip_global": kvzip,
+    "nuke": nuke,
+    **{f"sigma_pca{width}": functools.partial(sigma_pca, width) for width in (1, 2, 4, 8, 16, 32)},
 }
-MERGERS: dict[str, Callable[..., Merger]] = {}
+MERGERS: dict[str, Callable[..., Merger]] = {"kmeans": kmeans, "keepkv": keepkv}
 ACROSS_LAYERS = ("kvzip_global",)
 """Selectors whose budget is one for all layers."""
 REREAD = ("kvzip", "kvzip_global")
