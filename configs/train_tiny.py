@@ -6,8 +6,8 @@ Expected on two cores: about 20 minutes. Retrieval appears all at once between s
 model answers needles in held-out prose of 1k, 2k and 4k tokens with a median NLL of 0.0015 nats, and those in a wording
 that it never saw with 0.015. Thirty needles in 4k tokens are harder: 0.66.
 
---config.rope=True trains the twin whose branch is rotated, with nothing else different; give it its own
---config.checkpoint and --out.
+--config.rope=True trains the twin whose branch is rotated, --config.attention=gqa the one with grouped-query attention
+in place of MLA; nothing else differs. Give each its own --config.checkpoint and --out.
 """
 
 from ml_collections import ConfigDict, config_dict
@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
     config.text = config_dict.placeholder(str)  # file or folder of other text
     config.seed = 0
     config.rope = False
+    config.attention = "mla"  # or gqa
     # (tokens, sequences, steps, share of the main template): short first, where retrieval appears soonest.
     config.phases = ((128, 30, 500, 1.0), (256, 15, 700, 0.4), (576, 7, 700, 0.4), (1152, 3, 500, 0.4))
 
@@ -71,4 +72,7 @@ def get_config() -> ConfigDict:
             },
         }
     )
+    # With attention=gqa, instead of the four sizes of MLA: a row is 2 * 16 values and 2 * 16 keys, where MLA has a
+    # latent of 32 and a branch of 16; a head reads values of 16 in both.
+    config.gqa = ConfigDict({"num_key_value_heads": 2, "head_dim": 16})
     return config

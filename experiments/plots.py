@@ -46,14 +46,14 @@ def intact_bars(
         for row in rows:
             if row["ratio"] == ratio:
                 _bar(panel, methods.index(row["method"]), row, BLUE if row["method"] in highlight else GREY)
-        _clean(panel)
+        clean(panel)
         panel.set(xlim=(0, 1.22), xticks=[0, 0.5, 1])
         panel.set_title(f"1/{ratio} of the rows kept", fontsize=9, color=INK)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(len(methods) - 0.4, -0.6)
     figure.supxlabel("share of trials intact, Wilson 95% interval", fontsize=9, color=INK)
     figure.suptitle(title, fontsize=10, color=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def heat_map(
@@ -75,17 +75,27 @@ def heat_map(
         if np.isfinite(value):
             ink = "white" if value < 0.55 else "black"
             panel.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ink)
-    _clean(panel)
+    clean(panel)
     panel.set_xticks(range(len(columns)), [str(column) for column in columns])
     panel.set_yticks(range(len(rows)), [str(row) for row in rows])
     panel.set_xlabel(column_label, fontsize=9, color=INK)
     panel.set_ylabel(row_label, fontsize=9, color=INK)
     panel.set_title(title, fontsize=10, color=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
-def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label: str, y_label: str) -> None:
-    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour."""
+def intervals(
+    path: pathlib.Path,
+    series: Sequence[Series],
+    title: str,
+    x_label: str,
+    y_label: str,
+    levels: Mapping[str, float] | None = None,
+) -> None:
+    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour.
+
+    levels: what does not depend on the ratio, as named dashed lines.
+    """
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     panel = figure.subplots()
     own = [line.label for line in series if line.published_for is None]
@@ -94,16 +104,18 @@ def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label:
         place = own.index(line.published_for or line.label)
         at = np.asarray(line.x, float) * 1.06 ** (place - (len(own) - 1) / 2)  # side by side
         _points(panel, at, line, COLOURS[place % len(COLOURS)])
+    for (label, level), dashes in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
+        panel.axhline(level, color=INK, linewidth=1, linestyle=dashes, label=label)
     panel.set_xscale("log")
     ticks = sorted({x for line in series for x in line.x})
     panel.set_xticks(ticks, [f"{x:g}x" for x in ticks], minor=False)
     panel.minorticks_off()
-    _clean(panel)
+    clean(panel)
     panel.set_xlabel(x_label, fontsize=9, color=INK)
     panel.set_ylabel(y_label, fontsize=9, color=INK)
     panel.set_title(title, fontsize=10, color=INK)
     panel.legend(fontsize=8, frameon=False, labelcolor=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _points(panel: matplotlib.axes.Axes, at: np.ndarray, line: Series, colour: str) -> None:
@@ -131,7 +143,7 @@ def dots(
         for row in (row for row in rows if row["panel"] == pane):
             kind = kinds.index(row[series])
             _dot(panel, names.index(row[label]) + 0.7 * (kind + 0.5) / len(kinds) - 0.35, row, COLOURS[kind])
-        _clean(panel)
+        clean(panel)
         panel.set(xlim=(-0.03, 1.03), xticks=[0, 0.5, 1])
         panel.set_title(pane, fontsize=9, color=INK)
     panels[0].set_yticks(range(len(names)), names)
@@ -140,7 +152,7 @@ def dots(
     figure.legend(marks, kinds, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False, labelcolor=INK)
     figure.supxlabel(x_label, fontsize=9, color=INK)
     figure.suptitle(title, fontsize=10, color=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _dot(panel: matplotlib.axes.Axes, place: float, row: Mapping[str, Any], colour: str) -> None:
@@ -160,11 +172,13 @@ def _bar(panel: matplotlib.axes.Axes, place: int, row: Mapping[str, Any], colour
     panel.text(max(row["intact"], row["hi"]) + 0.03, place, f"{row['intact']:.2f}", va="center", fontsize=8, color=INK)
 
 
-def _clean(panel: matplotlib.axes.Axes) -> None:
+def clean(panel: matplotlib.axes.Axes) -> None:
+    """No frame, no ticks, small labels."""
     panel.spines[:].set_visible(False)
     panel.tick_params(length=0, labelsize=8, labelcolor=INK)
 
 
-def _save(figure: Figure, path: pathlib.Path) -> None:
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """Writes the file whole or not at all; its suffix says the format."""
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=160, format=pathlib.Path(path).suffix.lstrip("."))
