@@ -26,8 +26,8 @@ point were chosen by this number alone, before any selector was run on the model
 
     {command}
 
-{steps:,} steps, {minutes:.0f} minutes on one CPU core; `training.json` has the whole config and the software versions,
-`train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
+{steps:,} steps, {minutes:.0f} minutes on the machine that trained it; `training.json` has the whole config and the
+software versions, `train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
 then a question about each; answer digits have weight 1 in the loss, everything else {text_weight}.
 
 Text: {source}.

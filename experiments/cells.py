@@ -23,7 +23,8 @@ class Cells:
     """A model and its text. Holds the state of one prefilled batch at a time.
 
     Args: checkpoint, a folder as given or under the root of the checkout; text as in `corpus.load`; chunk, tokens of a
-    prompt per prefill step; methods, those whose statistics the prefill collects.
+    prompt per prefill step; methods, those whose statistics the prefill collects; prose, the text if it is in tokens
+    of this model's vocabulary already.
     Raises ValueError or OSError for what cannot be loaded.
     """
 
@@ -35,12 +36,13 @@ class Cells:
         weights_dtype: str,
         chunk: int,
         methods: Iterable[baselines.Method] = (),
+        prose: needles.Prose | None = None,
     ):
         if not checkpoint:
             raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
         self.folder, self.chunk, self.methods = checkpoint_folder(checkpoint), chunk, tuple(methods)
         self.model = models.load(self.folder, dtype=dtype("weights_dtype", weights_dtype))
-        self.prose = needles.Prose(corpus.load(text), models.Tokenizer.load(self.folder))
+        self.prose = prose or needles.Prose(corpus.load(text), models.Tokenizer.load(self.folder))
         self._prefilled: tuple[Batch, CacheSpec, DecoderState] | None = None
 
     @property

@@ -20,7 +20,7 @@ from experiments import anatomy, arms, digests_report
 from experiments.arms import Arm
 from experiments.checkpoints import fingerprint
 from experiments.runner import Run, launch, reading_input
-from vestige_jax.baselines.pages import Pages, dot
+from vestige_jax.baselines.pages import Pages, dot, paged
 from vestige_jax.baselines.quest import pruned
 from vestige_jax.baselines.recalls import PAGES
 
@@ -74,7 +74,7 @@ class Lab:
         seen = self._dissect(prefix, text, trial, self.arms[name])
         rows, queries = seen.rotated() if self.arms[name].turned else (seen.rows, seen.queries)
         for digest, rule in self.rules.items():
-            found = measure(rule, self.config.top, rows[:, :prefix], queries)
+            found = measure(rule, self.config.top, seen.scale, rows[:, :prefix], queries)
             for i, layer in enumerate(seen.layers):
                 key = dict(zip(KEY, (prefix, text, trial, name, layer, digest), strict=True))
                 yield key | {field: float(values[i]) for field, values in found.items()}
@@ -91,25 +91,26 @@ class Lab:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def measure(rule: Pages, top: int, rows: Array, queries: Array) -> dict[str, Array]:
+def measure(rule: Pages, top: int, scale: float, rows: Array, queries: Array) -> dict[str, Array]:
     """How well a digest ranks pages, layer by layer: rows [L, n, C], queries [L, N, H, C] that see all rows.
 
     Returns float32 [L], means over queries and heads: recall, whether the page of the best row is among the first
-    `top`, ties to the lower page; pruned, the share of pages scored below the best row; first, whether the best row
-    is in page 0, where attention sinks are.
+    `top`, ties to the lower page; mass, the softmax weight of the rows in those pages; pruned, the share of pages
+    scored below the best row; first, whether the best row is in page 0, where attention sinks are.
     """
     asked = queries.reshape(len(queries), -1, rows.shape[-1])
-    return jax.lax.map(lambda layer: _measure(rule, top, *layer), (rows, asked))
+    return jax.lax.map(lambda layer: _measure(rule, top, scale, *layer), (rows, asked))
 
 
-def _measure(rule: Pages, top: int, rows: Array, queries: Array) -> dict[str, Array]:
+def _measure(rule: Pages, top: int, scale: float, rows: Array, queries: Array) -> dict[str, Array]:
     exact = dot(queries, rows)
     page = jnp.argmax(exact, axis=-1)[:, None] // rule.page
     scores = rule.scores(rows, jnp.ones(len(rows), bool), queries)
-    own = jnp.take_along_axis(scores, page, axis=-1)
-    ahead = (scores > own) | ((scores == own) & (jnp.arange(scores.shape[-1]) < page))
+    _, chosen = jax.lax.top_k(scores, min(top, scores.shape[-1]))
+    weight = paged(jax.nn.softmax(scale * exact, axis=-1), rule.page, axis=-1).sum(-1)
     found = {
-        "recall": ahead.sum(-1) < top,
+        "recall": (chosen == page).any(-1),
+        "mass": jnp.take_along_axis(weight, chosen, axis=-1).sum(-1),
         "pruned": pruned(scores, exact.max(-1)),
         "first": page == 0,
     }

@@ -15,13 +15,14 @@ from vestige_jax.baselines.recalls import PAGES
 ARMS = ("nope", "turned", "rope")
 COLUMNS = (
     *("prefix", "arm", "digest", "texts", "worst", "lo", "hi", "layer", "median", "median_lo", "median_hi"),
-    *("chance", "pruned", "first", "published_worst"),
+    *("chance", "mass", "pruned", "first", "published_worst"),
 )
 PUBLISHED_TOP = 8
 CAUTION = """\
-worst and median: over layers, of the mean over texts; 95% bootstrap over texts. chance: ranking pages blindly. pruned:
-pages whose bound is below the best row (medians over layers). first: queries whose best row is in page 0, a sink that
-any page holds. turned: the rows of the nope model, rotated. Published figures do not say which volume; {median}."""
+worst and median: over layers, of the mean over texts; 95% bootstrap over texts. chance: ranking pages blindly. Medians
+over layers: mass, the attention that the rows of the chosen pages get; pruned, pages whose bound is below the best row;
+first, best rows in page 0, a sink that any page holds. turned: the rows of the nope model, rotated. Which volume the
+published radii are of is not stated; published gain of NoPE over RoPE at the median layer: {gain}."""
 
 Table = Mapping[tuple, np.ndarray]
 """(prefix, arm, digest) -> recall float64 [texts, layers]."""
@@ -42,9 +43,8 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
         title=f"Pages that hold the best row, {name}",
         x_label=f"recall@{config.top}: worst layer with 95% interval, median layer hollow, grey: chance",
     )
-    gain = published.beside("page recall@8, median gain")
     print(tables.render([_line(cell) for cell in summary], list(_line(summary[0]))))
-    print(f"\n{published.legend()}\n\n{CAUTION.format(median=f'published median gain {gain}')}\n")
+    print(f"\n{published.legend()}\n\n{CAUTION.format(gain=published.beside('page recall@8, median gain'))}\n")
     known = quantities(recalls, common(recalls))
     measured = {claim.quantity: known[claim.quantity]() for claim in config.claims.values()}
     print(claims.write(run, config.claims, measured))
@@ -75,7 +75,7 @@ def median(recall: np.ndarray) -> float:
 
 def summarise(rows: Sequence[Mapping[str, Any]], config: ml_collections.ConfigDict) -> Iterable[dict[str, Any]]:
     """One row of COLUMNS for each prefix, arm and digest."""
-    pruned, first = collect(rows, "pruned"), collect(rows, "first")
+    means = {name: collect(rows, name) for name in ("mass", "pruned", "first")}
     for place, (recall, layers) in collect(rows, "recall").items():
         prefix, arm, digest = place
         rule = PAGES[digest]
@@ -85,8 +85,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], config: ml_collections.ConfigDi
             **dict(worst=lowest.value, lo=lowest.low, hi=lowest.high, layer=layers[int(recall.mean(0).argmin())]),
             **dict(median=middle.value, median_lo=middle.low, median_hi=middle.high),
             "chance": min(1.0, config.top / -(-prefix // rule.page)),
-            "pruned": median(pruned[place][0]) if rule.bound else None,
-            "first": median(first[place][0]),
+            **{name: median(cells[place][0]) for name, cells in means.items()},
+            **({} if rule.bound else {"pruned": None}),
             "published_worst": published.beside("page recall@8, worst layer", **figure),
         }
 
@@ -129,5 +129,5 @@ def estimate(statistic: Callable, *cells: np.ndarray | None) -> Estimate:
 def _line(cell: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: cell[name] for name in ("prefix", "arm", "digest", "worst")}
     shown |= {"95%": f"{cell['lo']:.2f}-{cell['hi']:.2f}", "layer": cell["layer"], "median": cell["median"]}
-    shown |= {name: cell[name] for name in ("chance", "pruned", "first")}
+    shown |= {name: cell[name] for name in ("chance", "mass", "pruned", "first")}
     return shown | {"published worst": cell["published_worst"]}

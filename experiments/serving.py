@@ -15,6 +15,8 @@ from experiments import rereading
 from vestige_jax import baselines, generation
 from vestige_jax.cache import no_merged
 from vestige_jax.models import Decoder, DecoderState, MLAState
+from vestige_jax.models.cached import PROMPT_QUERIES
+from vestige_jax.models.observation import nothing_seen
 
 Array = jax.Array
 
@@ -32,6 +34,21 @@ def served(spec: vk.CacheSpec, method: baselines.Method) -> vk.CacheSpec:
     if method.kind == "merge":
         changes["merged"] = max(1, spec.tier1_rows - spec.sinks)
     return dataclasses.replace(spec, **changes)
+
+
+def check(spec: vk.CacheSpec, method: baselines.Method) -> None:
+    """Raises ValueError for a method that cannot be served under this spec. It is traced; nothing is computed."""
+    if method.selector is not None:
+        jax.eval_shape(functools.partial(_one_step, served(spec, method), spec, method))
+
+
+def _one_step(spec, prefilled, method) -> vk.Stats:
+    """Compression and a step on a layer of zeros."""
+    shape = (1, PROMPT_QUERIES, spec.num_heads, spec.row_dim)
+    seen = dataclasses.replace(nothing_seen(spec, 1), repeat=jnp.zeros((1, spec.capacity)))
+    layer = MLAState(vk.init(prefilled, 1), jnp.zeros(shape), jnp.full(shape[:2], -1, jnp.int32), seen)
+    [cache] = _choose(spec, method.selector, method.kind, [layer], jnp.int32(1), jnp.zeros((1, 1), jnp.uint32))
+    return vk.attend(spec, cache, layer.queries[:, 0])[1]
 
 
 def prefill(

@@ -13,6 +13,8 @@ from tests.baselines.tiny import SPEC, kept, observed
 from vestige_jax import baselines
 from vestige_jax.baselines.sigma_pca import sigma_pca
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS = np.random.default_rng(0).normal(size=(8, 2))
 TURN = np.array([[0.6, -0.8], [0.8, 0.6]])
 

@@ -15,6 +15,8 @@ from vestige_jax.baselines import clusters
 from vestige_jax.baselines.keepkv import keepkv
 from vestige_jax.baselines.kmeans import kmeans
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONTENT = (1, 2, 3, 1, 1, 0, 0, 0)
 BRANCH = (0, 0, 0, 0, 0, 2, 1, 1)
 QUERY = (2, 2)

@@ -12,6 +12,8 @@ from tests.baselines.tiny import SPEC, kept, observed
 from vestige_jax import baselines
 from vestige_jax.baselines.expected_attention import logits
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LN2 = (0, 0, 0, math.log(2), 0, 0, 0, 0)
 """Branches: by a query (0, 2) at scale 1/2, row 3 weighs twice as much as any other."""
 

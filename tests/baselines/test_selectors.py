@@ -11,6 +11,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests.baselines.tiny import CONTENT, SPEC, kept, observed
 from vestige_jax import baselines
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FITTING = [name for name in baselines.SELECTORS if name != "nuke" and not name.startswith("sigma_pca")]
 """Selectors that fill a budget, of any branch; the others have tests of their own."""
 

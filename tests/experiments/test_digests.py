@@ -51,7 +51,7 @@ def test_rows_of_every_arm_layer_and_digest(finished):
     kinds = [(text, layer, digest) for text in ("prose", "needle") for layer in LAYERS for digest in DIGESTS]
     places = [(row["prefix"], row["arm"], row["text"], row["layer"], row["digest"]) for row in rows]
     assert sorted(places) == sorted((*arm, *kind) for arm in arms for kind in kinds)
-    assert all(0 <= row[name] <= 1 for row in rows for name in ("recall", "pruned", "first"))
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("recall", "mass", "pruned", "first"))
 
 
 def test_rotation_changes_what_is_found_and_the_twin_is_another_model(finished):
@@ -100,24 +100,27 @@ QUERIES = np.array([[[[1, 0]], [[0, 1]], [[1, 1]], [[1, -1]], [[-1, -1]]]], np.f
 def test_recall_of_the_page_of_the_best_row():
     # Best rows 0 (3), 1 (5), 1 (4), 0 (3), 4 (-1). Quest's scores: 3 2 1, 5 1 4, 8 3 5, 3 1 1, 1 -3 0.
     # The last query's page comes second, all others' first. Below the best row: 2, 2, 1, 2, 1 of 3 pages.
-    found = digests.measure(Quest(2), 1, ROWS, QUERIES)
+    found = digests.measure(Quest(2), 1, 1.0, ROWS, QUERIES)
     assert_allclose(found["recall"], [4 / 5])
     assert_allclose(found["pruned"], [8 / 15], rtol=1e-6)
+    weights = np.exp(QUERIES[0, :, 0] @ ROWS[0].T)
+    in_page_0 = weights[:, :2].sum(1) / weights.sum(1)
+    assert_allclose(found["mass"], [in_page_0.mean()], rtol=1e-5)
     assert_allclose(found["first"], [4 / 5])
-    assert_allclose(digests.measure(Quest(2), 2, ROWS, QUERIES)["recall"], [1])
+    assert_allclose(digests.measure(Quest(2), 2, 1.0, ROWS, QUERIES)["recall"], [1])
 
 
 def test_a_tie_goes_to_the_lower_page():
     # Two pages with the upper corner (2, 2); the best row, at that corner, lies in the second.
     rows = np.array([[[0, 2], [2, 0], [2, 2], [2, 2], [0, 0], [0, 0]]], np.float32)
-    assert digests.measure(Quest(2), 1, rows, np.ones_like(QUERIES))["recall"] == 0
-    assert digests.measure(Quest(2), 2, rows, np.ones_like(QUERIES))["recall"] == 1
+    assert digests.measure(Quest(2), 1, 1.0, rows, np.ones_like(QUERIES))["recall"] == 0
+    assert digests.measure(Quest(2), 2, 1.0, rows, np.ones_like(QUERIES))["recall"] == 1
 
 
 def test_layers_do_not_mix():
-    both = digests.measure(Quest(2), 1, np.concatenate([ROWS, -ROWS]), np.concatenate([QUERIES, QUERIES]))
+    both = digests.measure(Quest(2), 1, 1.0, np.concatenate([ROWS, -ROWS]), np.concatenate([QUERIES, QUERIES]))
     for i, rows in enumerate((ROWS, -ROWS)):
-        alone = digests.measure(Quest(2), 1, rows, QUERIES)
+        alone = digests.measure(Quest(2), 1, 1.0, rows, QUERIES)
         assert {name: float(values[i]) for name, values in both.items()} == {k: float(v[0]) for k, v in alone.items()}
 
 

@@ -89,16 +89,11 @@ def test_every_claim_is_judged(finished):
 
 
 def test_without_a_sink_its_stability_cannot_be_told():
-    config = tiny(dividends_config.get_config(), **SMALL, least_sink=1.0)
-    cells = {
-        ("nope", name): np.full((2, 2), value) for name, value in zip(sizes().octaves, (0.4, 0.3, 0.2), strict=True)
-    }
     measured = dividends.Measured(ConfigDict(dict(rows=[])), {})
-    measured.cells = cells
+    masses = zip(sizes().octaves, (0.4, 0.3, 0.2), strict=True)
+    measured.cells = {("nope", name): np.full((2, 2), mass) for name, mass in masses}
     assert dividends.sink(measured, sizes(), "nope", 0.1).value == 0.5
-    assert (
-        dividends.sink(measured, sizes(), "nope", config.least_sink).unusable == "no sink: the first 4 rows get 0.200"
-    )
+    assert dividends.sink(measured, sizes(), "nope", 0.3).unusable == "no sink: the first 4 rows get 0.200"
 
 
 @pytest.mark.parametrize(

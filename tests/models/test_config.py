@@ -155,6 +155,7 @@ def test_a_whole_number_is_a_float_too(raw):
 def test_missing_and_unknown_keys_are_named(raw):
     refuse(raw, "missing keys.*kv_lora_rank", kv_lora_rank="absent")
     refuse(raw, "unknown keys.*sliding_window", sliding_window=4096)
+    refuse(raw, "unknown keys.*kda_num_heads", kda_num_heads=4)
 
 
 def test_layer_lists_must_cover_every_layer_once(raw):

@@ -111,6 +111,7 @@ def test_file_round_trip(config, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_compressed_cache_fetches_exactly_what_outscores_tier_1(config):
     """All of a score lies in the branch, which the index reads exactly: rows fire by their scores, whatever z is."""
     model = models.Decoder(config, rngs=nnx.Rngs(3))

@@ -25,7 +25,9 @@ _ALL = (
 ).split()
 _SIZES = _ALL[:5]
 _MLA = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
-_KIMI = "full_attn_layers kda_num_heads kda_head_dim short_conv_kernel_size moe_renormalize biased_router_weights"
+# In the file these are a mapping of their own, `linear_attn_config`.
+_LINEAR = "full_attn_layers kda_num_heads kda_head_dim short_conv_kernel_size".split()
+_KIMI = [*_LINEAR, "moe_renormalize", "biased_router_weights"]
 # Values that are understood; others would need code that is not here.
 _KIMI_FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -72,14 +74,14 @@ class _Type:
 TYPES: dict[str, _Type] = {
     "kimi_linear": _Type(
         "KimiLinearForCausalLM",
-        (*_ALL, *_KIMI.split(), *_MLA, "mla_use_nope", "kv_a_layernorm_eps", "rope_theta"),
+        (*_ALL, *_KIMI, *_MLA, "mla_use_nope", "kv_a_layernorm_eps", "rope_theta"),
         (*_SIZES, *_MLA),
         _KIMI_FIXED,
         frozenset(("head_dim", "num_key_value_heads", "use_grouped_topk")),
     ),
     "kimi_linear_gqa": _Type(
         "KimiLinearGQAForCausalLM",
-        (*_ALL, *_KIMI.split(), "num_key_value_heads", "head_dim"),
+        (*_ALL, *_KIMI, "num_key_value_heads", "head_dim"),
         (*_SIZES, "num_key_value_heads", "head_dim"),
         {key: allowed for key, allowed in _KIMI_FIXED.items() if key not in ("q_lora_rank", "rope_scaling")},
         frozenset(("use_grouped_topk",)),
@@ -133,11 +135,15 @@ def read(source: str | pathlib.Path | Mapping[str, Any]) -> dict[str, Any]:
     if "num_key_value_heads" in made.ignored:
         heads = raw.get("num_key_value_heads", raw.get("num_attention_heads"))
         check(heads == raw.get("num_attention_heads"), "num_key_value_heads", heads, "num_attention_heads")
+    _check_keys(made, raw, missing)
     values = {made.names.get(key, key): value for key, value in raw.items()}
-    values = _every_layer(values) if kind == "deepseek_v2" else _flatten_linear(values)
+    if kind == "deepseek_v2":
+        values["full_attn_layers"] = tuple(range(_layer_count(values)))
+    else:
+        values = _flatten_linear(values)
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = _yarn(values["rope_scaling"])
-    return {**_known(made, values, missing), **made.constants, "model_type": kind}
+    return {**_fields(made, values), **made.constants, "model_type": kind}
 
 
 def write(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,11 +180,6 @@ def _parsed(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, expected a JSON object")
     return raw
-
-
-def _every_layer(values: dict[str, Any]) -> dict[str, Any]:
-    layers = _layer_count(values)
-    return {**values, "full_attn_layers": tuple(range(layers))}
 
 
 def _layer_count(values: Mapping[str, Any]) -> int:
@@ -226,12 +227,18 @@ def _yarn(scaling: Any) -> Yarn:
     return Yarn(**values)
 
 
-def _known(made: _Type, values: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    unknown = sorted(set(values) - set(made.fields) - _IGNORED - made.ignored - {"full_attn_layers"})
+def _check_keys(made: _Type, raw: Mapping[str, Any], missing: list[str]) -> None:
+    theirs = {ours: name for name, ours in made.names.items()}
+    known = {theirs.get(name, name) for name in made.fields if name not in _LINEAR} | _IGNORED | made.ignored
+    known |= {"linear_attn_config"} if "full_attn_layers" in made.fields else set()
+    unknown = sorted(set(raw) - known)
     if unknown:
         raise ValueError(f"config: unknown keys {unknown}: they may change what the model computes")
     if missing:
         raise ValueError(f"config: missing keys {missing}")
+
+
+def _fields(made: _Type, values: dict[str, Any]) -> dict[str, Any]:
     eos = values.get("eos_token_id")
     if eos is not None:
         values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)

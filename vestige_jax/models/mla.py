@@ -54,8 +54,7 @@ class MLA(Cached):
     def _turn(self, x: Array, positions: Array, start: int) -> Array:
         if self.theta is None:
             return x
-        turned = rope.rotate(x[..., start:], positions, self.theta, self.yarn)
-        return jnp.concatenate([x[..., :start], turned], axis=-1)
+        return jnp.concatenate([x[..., :start], rope.rotate(x[..., start:], positions, self.theta, self.yarn)], axis=-1)
 
     def _absorb(self, query: Array) -> Array:
         """[..., H, N+P] -> float32 [..., H, C]."""
