@@ -16,7 +16,7 @@ from kernels_pallas import exact
 from kernels_pallas.blocks import TOGETHER as GROUP
 from kernels_pallas.blocks import TpuBlocks
 from kernels_pallas.parts import Part
-from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up
+from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up, stay
 
 Array = jax.Array
 
@@ -61,7 +61,7 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
         cost_estimate=_cost(query, rows, batch * rows.shape[1] * (query.shape[1] // tile), latent_dim),
         name="attend",
         interpret=interpret,
-    )(longest, query, length[..., None], rows)
+    )(longest, query, length[..., None], stay(rows))
     return _combine(out, sums, queries)
 
 
@@ -104,7 +104,7 @@ def attend_list(
         cost_estimate=_cost(query, rows, position.size * GROUP * (query.shape[1] // tile), latent_dim),
         name="attend_list",
         interpret=interpret,
-    )(count.astype(jnp.int32), query, position[:, None], member.reshape(batch, chunks, 1, size), rows)
+    )(count.astype(jnp.int32), query, position[:, None], member.reshape(batch, chunks, 1, size), stay(rows))
     return _combine(out, sums, queries)
 
 

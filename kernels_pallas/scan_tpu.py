@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import TpuBlocks
-from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up
+from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up, stay
 
 Array = jax.Array
 
@@ -48,18 +48,18 @@ def scan(
     lanes = _window(latent_dim, width, rows.shape[2])
     if width:
         add_probe(_stacked(branch, padded, float_dtype(rows)))
-        add(rows, (size, lanes[1]), lambda b, step, length: (b, block_of(b, step, length), lanes[0]))
+        add(stay(rows), (size, lanes[1]), lambda b, step, length: (b, block_of(b, step, length), lanes[0]))
     across = code.shape[2] % LANES != 0
     if code.shape[2]:
         add_probe(_stacked(sketch, padded, code.dtype))
         if across:
             code = jnp.swapaxes(code, 1, 2)
-            add(code, (code.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
+            add(stay(code), (code.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
         else:
-            add(code, (size, code.shape[2]), lambda b, step, length: (b, block_of(b, step, length), 0))
+            add(stay(code), (size, code.shape[2]), lambda b, step, length: (b, block_of(b, step, length), 0))
     add_probe(pad_axis(residual, 1, padded))
     add_probe(jnp.pad(threshold, ((0, 0), (0, padded - heads)), constant_values=jnp.inf)[..., None])
-    add(bound, (bound.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
+    add(stay(bound), (bound.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
     add(member.astype(jnp.int8)[:, None], (1, size), lambda b, step, length: (b, 0, block_of(b, step, length)))
 
     def out_spec(lanes):

@@ -20,6 +20,14 @@ def floats(words: Array) -> Array:
     return pltpu.bitcast(words, _FLOAT[words.dtype.name]) if words.dtype.name in _FLOAT else words
 
 
+def stay(x: Array) -> Array:
+    """x, kept in the device's memory: else the compiler may copy all of a buffer into on-chip memory that has room.
+
+    A kernel reads some of its rows, once; what is past a length or not on a list is not to be read at all.
+    """
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def live_block(block: Array, length: Array, size: int) -> Array:
     """The block to read: past the last one that holds a row below `length`, that one again, and nothing is copied."""
     return jnp.minimum(block, jnp.maximum((length + size - 1) // size - 1, 0))
