@@ -1,5 +1,7 @@
 """Which implementation runs where: by name only, and never one in the place of another."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,3 +69,20 @@ def test_kernels_that_hardware_has_not_run_are_asked_for_by_name(implementation,
         text = str(jax.make_jaxpr(lambda: kernels_pallas.attend(
             query, rows, jnp.ones(1, int), latent_dim=32, scale=1.0, implementation=implementation))())  # fmt: skip
     assert kernels in text if kernels else not any(name in text for name in ("pallas_call", "warpgroup"))
+
+
+def test_tpu_kernels_read_rows_where_they_lie():
+    """Else a compiler with room on chip copies the whole archive there, for the few rows that are fetched."""
+    shape = lambda *s, d=jnp.float32: jax.ShapeDtypeStruct(s, d)  # noqa: E731
+    rows, query, count = shape(1, 64, 48, d=jnp.uint16), shape(1, 4, 48), shape(1, d=jnp.int32)
+    keywords = {"latent_dim": 32, "implementation": "mosaic_tpu"}
+    calls = [
+        (kernels_pallas.attend, (query, rows, count), {"scale": 1.0}, 1),
+        (kernels_pallas.attend_list, (query, rows, shape(1, 8, d=jnp.int32), count), {"scale": 1.0}, 1),
+        (kernels_pallas.scan, (shape(1, 4, 16), shape(1, 4, 8), shape(1, 4, 1), shape(1, 4), rows,
+                               shape(1, 64, 8, d=jnp.bfloat16), shape(1, 1, 64), shape(1, 64, d=bool), count), {}, 3),
+    ]  # fmt: skip
+    with tracing_for("tpu", "TPU v6 lite"):
+        for call_, arguments, more, kept in calls:
+            text = str(jax.make_jaxpr(functools.partial(call_, **keywords, **more))(*arguments))
+            assert text.count("with_memory_space_constraint") == kept, call_.__name__
