@@ -127,6 +127,18 @@ def test_where_the_needle_was(finished):
     assert_array_equal(everything, np.ones((3 * len(METHODS), 1)))
 
 
+@pytest.mark.slow
+def test_methods_that_observe_more_share_the_prefill(folder, tmp_path):
+    """A second reading, moments, one budget for all layers, merged rows."""
+    names = ("tova", "expected_attention", "kvzip", "kvzip_global", "kmeans", "keepkv", "nuke", "norm+recall")
+    needle.main(make_config(folder, methods=names, trials=2), tmp_path / "out")
+    rows = read(tmp_path / "out")
+    assert len(rows) == 2 * (1 + 2 * len(names)) and np.isfinite([row["nll"] for row in rows]).all()
+    for name in names:
+        same = np.allclose(nll(rows, name, 1), nll(rows, "dense", 1), rtol=1e-4)
+        assert same == (name != "nuke")
+
+
 # A killed run goes on
 
 
@@ -383,6 +395,7 @@ def test_configs():
         ({"checkpoint": ""}, "checkpoint='' must be a folder"),
         ({"rows_dtype": "int8"}, "rows_dtype='int8' must be float32 or bfloat16"),
         ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
+        ({"methods": ("sigma_pca8",)}, "width=8 must be at most branch_dim=4"),
         ({"text": "no/such/file"}, "no/such/file.*does not exist"),
         ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder"),
     ],
