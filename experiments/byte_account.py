@@ -15,7 +15,8 @@ class Layout:
     """How a device stores and moves rows, in bytes.
 
     row      a stored row; on a TPU whole tiles of 128 numbers, so 1280 for 1152.
-    branch   what the scan reads of a row; on a TPU the tile that its branch lies in, so 256 for 128.
+    branch   a branch, as the scan reads it: in place, or on a TPU beside the sketch.
+    in_place the same where it lies in the row; on a TPU with the tile around it, so 256 for 128.
     code     a sketch.
     bounds   the certificate's float32 numbers and the membership of a row.
     together rows that one copy of the fetch moves; 8 on a TPU.
@@ -24,6 +25,7 @@ class Layout:
 
     row: int
     branch: int
+    in_place: int
     code: int
     bounds: int = 5
     together: int = 1
@@ -36,10 +38,11 @@ TILE = 128  # numbers in a tile's row
 
 def layout(platform: str, latent: int, branch: int, rank: int, itemsize: int = 2) -> Layout:
     """Of 'tpu', or 'cuda', which reads and gathers single rows."""
+    own = branch * itemsize
     if platform != "tpu":
-        return Layout((latent + branch) * itemsize, branch * itemsize, rank * 2, passes=3)
+        return Layout((latent + branch) * itemsize, own, own, rank * 2, passes=3)
     stored = -(-(latent + branch) // TILE) * TILE
-    return Layout(stored * itemsize, TILE * itemsize, rank * 2, together=8)
+    return Layout(stored * itemsize, own, TILE * itemsize, rank * 2, together=8)
 
 
 def attend(device: Layout, rows: int) -> int:
@@ -52,9 +55,9 @@ def scan(device: Layout, rows: int) -> int:
     return rows * (device.branch + device.code + device.bounds + MARGIN)
 
 
-def scan_copied(device: Layout, rows: int, branch: int) -> int:
-    """The same where the branch lies beside the sketch."""
-    return rows * (branch + device.code + device.bounds + MARGIN)
+def scan_in_place(device: Layout, rows: int) -> int:
+    """The same where the branch is read in the row."""
+    return scan(device, rows) + rows * (device.in_place - device.branch)
 
 
 def compact(rows: int, fetched: int) -> int:

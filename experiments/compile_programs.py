@@ -63,11 +63,12 @@ def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
         margins = kernels_pallas.Margins(_shape(1, rows), _shape(1, -(-rows // 128), dtype=jnp.int32))
         return functools.partial(kernels_pallas.compact, width=fetched, implementation=name), (margins,), ()
 
-    tier1, copied = spec.tier1_slots, account.scan_copied(size, rows, 2 * BRANCH)
+    tier1, in_place = spec.tier1_slots, account.scan_in_place(size, rows)
     yield Program("kernel attend, all rows", rows, lambda: attend(rows), account.attend(size, rows))
     yield Program("kernel attend, tier 1", rows, lambda: attend(tier1), account.attend(size, tier1))
-    yield Program("kernel scan, branch in place", rows, lambda: scan(BRANCH, RANK), account.scan(size, rows))
-    yield Program("kernel scan, branch copied beside the sketch", rows, lambda: scan(0, BRANCH + RANK), copied)
+    yield Program("kernel scan, branch in place", rows, lambda: scan(BRANCH, RANK), in_place)
+    copied = Program("kernel scan, branch copied beside the sketch", rows, lambda: scan(0, BRANCH + RANK))
+    yield dataclasses.replace(copied, moved=account.scan(size, rows))
     for n in spec.fetch_widths[1:]:
         moved = account.fetch(size, n)
         yield Program(f"kernel attend_list, {n}", rows, functools.partial(attend_list, n), moved)

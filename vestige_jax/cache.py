@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.blocks import Device, device
 from kernels_pallas.words import row_words, to_floats, word_dtype
 from vestige_jax import checks
 from vestige_jax.spec import CacheSpec
@@ -65,7 +66,7 @@ class Index:
     """What a step reads of an archived row, beside its branch, to bound its score."""
 
     basis: Array  # [B, R, K] float32, orthonormal columns
-    code: Array  # [B, A, K] sketch dtype
+    code: Array  # [B, A, K] sketch dtype; on a TPU the branch before it
     bound: Array  # [B, E, A] float32: eta, and the rounding term in the sound mode
 
 
@@ -124,7 +125,7 @@ def init(spec: CacheSpec, batch: int) -> Cache:
         ),
         index=Index(
             jnp.tile(basis, (batch, 1, 1)),
-            jnp.zeros((batch, slots, spec.rank), spec.index_dtype),
+            jnp.zeros((batch, slots, spec.code_dim), spec.index_dtype),
             jnp.zeros((batch, spec.certificate_terms, slots), jnp.float32),
         ),
         calibration=Calibration(
@@ -149,14 +150,14 @@ def no_merged(spec: CacheSpec, batch: int) -> Merged | None:
 
 
 @functools.cache
-def _layout(spec: CacheSpec, width: int) -> list[jax.ShapeDtypeStruct]:
-    del width  # words of a stored row: they differ by the device that is traced for
+def _layout(spec: CacheSpec, target: Device) -> list[jax.ShapeDtypeStruct]:
+    del target  # layouts differ by the device that is traced for
     return jax.tree.leaves(jax.eval_shape(lambda: init(spec, 1)))
 
 
 def check_layout(spec: CacheSpec, cache: Cache) -> None:
     """Raise ValueError unless the cache was made by a spec of the same sizes and dtypes."""
-    layout = _layout(spec, row_words(spec.row_dim))
+    layout = _layout(spec, device())
     for (path, array), wanted in zip(jax.tree_util.tree_leaves_with_path(cache), layout, strict=True):
         fits = array.shape[1:] == wanted.shape[1:] and array.dtype == wanted.dtype
         name = f"cache{jax.tree_util.keystr(path)}"

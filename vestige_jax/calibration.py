@@ -176,7 +176,7 @@ def required_z(spec: CacheSpec, cache: Cache, query: Array, samples: Samples) ->
         return jnp.full(samples.best.shape, jnp.inf)
     at = jnp.clip(samples.target, 0, spec.archive_rows - 1)
     row = to_floats(take_rows(archive.words, at))[..., spec.latent_dim : spec.row_dim].astype(jnp.float32)
-    code = take_rows(index.code, at).astype(jnp.float32)
+    code = indexing.sketch(spec, take_rows(index.code, at)).astype(jnp.float32)
     eta = jnp.take_along_axis(index.bound[:, 0], at, axis=1)
     known = (probe.branch * row).sum(-1) + (probe.sketch * code).sum(-1)
     certificate = probe.residual[..., 0] * eta

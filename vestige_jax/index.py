@@ -92,6 +92,8 @@ def fit(spec: CacheSpec, queries: Array, mask: Array) -> Array:
 def encode(spec: CacheSpec, basis: Array, rows: Array) -> tuple[Array, Array]:
     """Index entries of rows [B, S, C]: code [B, S, K] in the sketch dtype, and bound float32 [B, E, S].
 
+    On a TPU the branch comes before the K numbers (`CacheSpec.code_dim`).
+
     bound[:, 0] is eta = ||c - V V^T c||, computed directly; in the sound mode bound[:, 1] is what rounding the code and
     float32 sums can add, per unit of query length.
     """
@@ -103,7 +105,15 @@ def encode(spec: CacheSpec, basis: Array, rows: Array) -> tuple[Array, Array]:
     if spec.bound == "sound":
         rounding = jnp.linalg.norm(projected - code.astype(jnp.float32), axis=-1)
         bounds.append(rounding + _FLOAT_SLACK * jnp.linalg.norm(rows.astype(jnp.float32), axis=-1))
+    if spec.code_dim > spec.rank:
+        branch = rows[..., spec.latent_dim : spec.row_dim].astype(spec.index_dtype)
+        code = jnp.concatenate([branch, code], axis=-1)
     return code, jnp.stack(bounds, axis=1)
+
+
+def sketch(spec: CacheSpec, code: Array) -> Array:
+    """The sketch [..., K] of codes, without the branch that a TPU has before it."""
+    return code[..., spec.code_dim - spec.rank :]
 
 
 def prepare(spec: CacheSpec, basis: Array, query: Array) -> Probe:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas.blocks import device
 from kernels_pallas.words import select, set_row, take_rows
 from vestige_jax import checks
 from vestige_jax import index as indexing
@@ -121,7 +122,7 @@ def _write_block(buffer: Array, values: Array, target: Array, blocks: int) -> Ar
 
 
 def _method() -> str:
-    return "projection" if jax.default_backend() == "tpu" else "fft"  # a TPU's FFT takes seconds to compile
+    return "projection" if device().platform == "tpu" else "fft"  # a TPU's FFT takes seconds to compile
 
 
 def rerank_closed(spec: CacheSpec, before: Array, cache: Cache) -> Cache:

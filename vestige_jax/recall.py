@@ -69,6 +69,9 @@ def _certified(cache: Cache, probe: indexing.Probe) -> indexing.Probe:
 def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array) -> Margins:
     """Best margin of every archived row over the heads, -inf for kept and unwritten rows."""
     archive, index = cache.archive, cache.index
+    if spec.code_dim > spec.rank:  # the branch is part of the code
+        both = jnp.concatenate([probe.branch, probe.sketch], axis=-1)
+        probe = probe._replace(branch=probe.branch[..., :0], sketch=both)
     return kernels_pallas.scan(
         *probe, threshold, archive.words, index.code, index.bound, ~archive.kept, archive.closed,
         latent_dim=spec.latent_dim, implementation=spec.implementation,
@@ -117,7 +120,7 @@ def _top_j(spec, cache, probe, threshold, position, count) -> tuple[Array, Array
     width = position.shape[1]
     rows = to_floats(take_rows(cache.archive.words, position))[..., : spec.row_dim]
     score = probe_scores(
-        probe, rows, take_rows(cache.index.code, position),
+        probe, rows, indexing.sketch(spec, take_rows(cache.index.code, position)),
         jnp.moveaxis(take_rows(jnp.moveaxis(cache.index.bound, 1, 2), position), 2, 1),
     )  # fmt: skip
     fires = (score >= threshold[..., None]) & (jnp.arange(width) < count[:, None, None])

@@ -5,11 +5,11 @@ import fractions
 import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.words import row_words
+from kernels_pallas.blocks import device
+from kernels_pallas.words import branch_copied, row_words
 
 _CHOICES = {
     "overflow": ("dense", "truncate"),
@@ -172,7 +172,7 @@ class CacheSpec:
         """Storage dtype of sketches; the TPU compiler refuses float16 loads."""
         if self.sketch_dtype is not None:
             return self.sketch_dtype
-        return np.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+        return np.dtype(jnp.bfloat16 if device().platform == "tpu" else jnp.float16)
 
     @property
     def certificate_terms(self) -> int:
@@ -204,11 +204,17 @@ class CacheSpec:
         """m: rows kept besides the sinks when `closed` rows are closed (§2)."""
         return keep_count(closed, self.ratio, self.budget)
 
+    @property
+    def code_dim(self) -> int:
+        """Numbers in an index entry: a sketch, and before it on a TPU the branch."""
+        copied = branch_copied(self.dtype, self.index_dtype)
+        return self.rank + (self.branch_dim if copied else 0)
+
     def nbytes(self, batch: int) -> dict[str, int]:
         """Bytes of every part of a cache for `batch` sequences, before anything is allocated, and their 'total'."""
         _require_int("batch", batch, 1)
         query = self.num_heads * self.row_dim * self.dtype.itemsize
-        row, code = row_words(self.row_dim) * self.dtype.itemsize, self.rank * self.index_dtype.itemsize
+        row, code = row_words(self.row_dim) * self.dtype.itemsize, self.code_dim * self.index_dtype.itemsize
         per_sequence = {
             "tail": self.block * row + 4,
             "tier1": self.tier1_slots * (row + 4) + 4,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import vestige_jax as vj
-from tests.kernels.backends import running
+from tests.kernels.backends import running, tracing_for
 
 SPEC = dict(block=64, rank=8, budget=8, fetch=64, dtype=jnp.bfloat16, sketch_dtype=jnp.bfloat16)
 LENGTHS = np.array([140, 200])
@@ -27,6 +27,16 @@ def serve(implementation):
     return jax.device_get((outputs, cache))
 
 
+@pytest.mark.parametrize("changes, code", [({}, 24), ({"rank": 0}, 16), ({"sketch_dtype": jnp.float32}, 8)])
+def test_a_cache_on_a_tpu_has_the_bytes_that_are_announced(changes, code):
+    """Whole tiles of rows; the branch beside the sketch, where their dtypes agree."""
+    spec = vj.CacheSpec(32, 16, 4, 48**-0.5, 256, **SPEC | changes)
+    with tracing_for("tpu", "TPU v6 lite"):
+        cache, sizes = jax.eval_shape(lambda: vj.init(spec, 2)), spec.nbytes(2)
+    assert cache.archive.words.shape == (2, 256, 128) and cache.index.code.shape == (2, 256, code)
+    assert sizes["total"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, width", [("mosaic_tpu", 128), ("mosaic_gpu", 48)])
 def test_a_step_on_kernels_is_a_step_on_a_cpu(backend, width, monkeypatch):
@@ -34,6 +44,7 @@ def test_a_step_on_kernels_is_a_step_on_a_cpu(backend, width, monkeypatch):
     with running(backend, monkeypatch):
         outputs, cache = serve(backend)
     assert cache.archive.words.shape[2] == width and plain.archive.words.shape[2] == 48
+    assert (cache.index.code.shape[2] == 16 + 8) == (backend == "mosaic_tpu") and plain.index.code.shape[2] == 8
     for part in ("tail", "tier1", "archive"):
         words = np.asarray(getattr(cache, part).words)
         np.testing.assert_array_equal(words[..., :48], getattr(plain, part).words, err_msg=part)
