@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.codes import to_float32
 from kernels_pallas.parts import Part, empty, merge
 from kernels_pallas.words import to_floats
 
@@ -66,7 +67,7 @@ def scan(branch, sketch, residual, threshold, rows, code, bound, member, length,
         size = chunk.shape[1]
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         score = _einsum("bhp,bsp->bhs", branch, chunk[..., at].astype(jnp.float32))
-        score += _einsum("bhk,bsk->bhs", sketch, part(code, axis=1).astype(jnp.float32))
+        score += _einsum("bhk,bsk->bhs", sketch, to_float32(part(code, axis=1)))
         score += _einsum("bhe,bes->bhs", residual, part(bound, axis=2))
         best = (score - threshold[..., None]).max(1)
         live = part(member, axis=1) & (start + jnp.arange(size) < length[:, None])
