@@ -45,4 +45,4 @@ $(STAMP): requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .aot .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .aot .pytest_cache .ruff_cache .hypothesis

@@ -36,18 +36,16 @@ class Anatomy:
     def rotated(self) -> tuple[Array, Array]:
         """(rows, queries) with the branch of the plain ones rotated by position: one model, as if it had RoPE.
 
-        In a rotated model this is (rows, queries) again, unless it scales its rotation as well.
+        In a rotated model this is (rows, queries) again.
         """
-        at = jnp.arange(self.rows.shape[1])
-        turned = functools.partial(turn, latent_dim=self.latent_dim, theta=self.theta)
-        return turned(self.plain_rows, at), turned(self.plain_queries, self.positions[:, None])
+        rows = self.turned(self.plain_rows, jnp.arange(self.rows.shape[1]))
+        return rows, self.turned(self.plain_queries, self.positions[:, None])
 
-
-def turn(vectors: Array, positions: Array, latent_dim: int, theta: float) -> Array:
-    """Rotates the branch of rows or absorbed queries [..., C] by `positions` [...]; the latent stays as it is."""
-    latent, branch = vectors[..., :latent_dim], vectors[..., latent_dim:]
-    positions = jnp.broadcast_to(positions, branch.shape[:-1])
-    return jnp.concatenate([latent, rope.rotate(branch, positions, theta)], axis=-1)
+    def turned(self, vectors: Array, positions: Array) -> Array:
+        """Plain rows or queries [..., C] with the branch rotated by `positions`, int32, which broadcast to [...]."""
+        latent, branch = vectors[..., : self.latent_dim], vectors[..., self.latent_dim :]
+        positions = jnp.broadcast_to(positions, branch.shape[:-1])
+        return jnp.concatenate([latent, rope.rotate(branch, positions, self.theta)], axis=-1)
 
 
 def dissect(model: Decoder, ids: np.ndarray, positions: np.ndarray) -> Anatomy:

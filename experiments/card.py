@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vestige_jax.models import ModelConfig
+
 CARD = """# {name}
 
-A Kimi Linear of {parameters:,} parameters (layers KDA, MLA, KDA, MLA; {branch}) that finds a needle in a long text: a
+A Kimi Linear of {parameters:,} parameters (layers {layers}; {branch}) that finds a needle in a long text: a
 line such as "The secret passcode for Tirako is 48213." It exists to run the project's experiments on a CPU in minutes.
 It is in the on-disk format of the 48B model: `vestige_jax.models.load(folder)`.
 
@@ -24,8 +26,8 @@ point were chosen by this number alone, before any selector was run on the model
 
     {command}
 
-{steps:,} steps, {minutes:.0f} minutes on one CPU core; `training.json` has the whole config and the software versions,
-`train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
+{steps:,} steps, {minutes:.0f} minutes on the machine that trained it; `training.json` has the whole config and the
+software versions, `train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
 then a question about each; answer digits have weight 1 in the loss, everything else {text_weight}.
 
 Text: {source}.
@@ -56,14 +58,14 @@ def phrase(values: Mapping[str, Any]) -> str:
     return f"median NLL {values['nll_median']:.4f}, worst {values['nll_max']:.3f}, exact {values['exact']:.2f}"
 
 
-def render(name: str, facts: Mapping[str, Any], *, rope: bool) -> str:
+def render(name: str, facts: Mapping[str, Any], model: ModelConfig) -> str:
     config, validation = facts["config"], facts["validation"]
-    model = config["model"]
     lengths = [phase[0] for phase in config["phases"]]
     return CARD.format(
         name=name,
         parameters=facts["parameters"],
-        branch="the branch rotated by position: the RoPE control arm" if rope else "no positional encoding",
+        layers=", ".join(_layer(model, i) for i in range(model.num_hidden_layers)),
+        branch="the branch rotated by position: the RoPE control arm" if model.rotated else "no positional encoding",
         table="\n".join(map(_line, validation)),
         command=facts["command"],
         steps=facts["steps"],
@@ -76,8 +78,13 @@ def render(name: str, facts: Mapping[str, Any], *, rope: bool) -> str:
         text_hash=facts["text_hash"],
         longest=max(lengths),
         checked=max(row["prefix"] for row in validation),
-        shape=f"{model['qk_rope_head_dim']}, {model['kv_lora_rank']} and {model['num_attention_heads']}",
+        shape=f"{model.branch_dim}, {model.latent_dim} and {model.num_attention_heads}",
     )
+
+
+def _layer(model: ModelConfig, layer: int) -> str:
+    full = "GQA" if model.grouped else "MLA"
+    return full if layer in model.full_attn_layers else "KDA"
 
 
 def _line(row: Mapping[str, Any]) -> str:

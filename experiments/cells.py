@@ -5,6 +5,7 @@ prefilled once, whatever is measured on it.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,16 +23,26 @@ class Cells:
     """A model and its text. Holds the state of one prefilled batch at a time.
 
     Args: checkpoint, a folder as given or under the root of the checkout; text as in `corpus.load`; chunk, tokens of a
-    prompt per prefill step.
+    prompt per prefill step; methods, those whose statistics the prefill collects; prose, the text if it is in tokens
+    of this model's vocabulary already.
     Raises ValueError or OSError for what cannot be loaded.
     """
 
-    def __init__(self, checkpoint: str, *, text: str | None, weights_dtype: str, chunk: int):
+    def __init__(
+        self,
+        checkpoint: str,
+        *,
+        text: str | None,
+        weights_dtype: str,
+        chunk: int,
+        methods: Iterable[baselines.Method] = (),
+        prose: needles.Prose | None = None,
+    ):
         if not checkpoint:
             raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
-        self.folder, self.chunk = checkpoint_folder(checkpoint), chunk
+        self.folder, self.chunk, self.methods = checkpoint_folder(checkpoint), chunk, tuple(methods)
         self.model = models.load(self.folder, dtype=dtype("weights_dtype", weights_dtype))
-        self.prose = needles.Prose(corpus.load(text), models.Tokenizer.load(self.folder))
+        self.prose = prose or needles.Prose(corpus.load(text), models.Tokenizer.load(self.folder))
         self._prefilled: tuple[Batch, CacheSpec, DecoderState] | None = None
 
     @property
@@ -60,8 +71,8 @@ class Cells:
         """The state of the batch at the cut: computed once, and shared by its cells, whose specs may differ."""
         if self._prefilled is None or self._prefilled[0] is not batch:
             self._prefilled = None  # one at a time
-            ids = jnp.asarray(batch.ids)
-            _, state = generation.prefill(self.model, spec, ids, chunk=self.chunk, observe=True)
+            ids, phrase = jnp.asarray(batch.ids), self.prose.encode(serving.PHRASE).tolist()
+            state = serving.prefill(self.model, spec, ids, self.methods, chunk=self.chunk, phrase=phrase)
             self._prefilled = batch, spec, state
         _, own, state = self._prefilled
         return state if own == spec else relaid(spec, state)

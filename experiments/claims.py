@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from experiments import tables
 from experiments.runner import Run
+from experiments.stats import Statistic, bootstrap
 
 COLUMNS = ("claim", "paper", "rule", "ours", "lo", "hi", "n", "agrees", "because")
 
@@ -28,17 +30,26 @@ COLUMNS = ("claim", "paper", "rule", "ours", "lo", "hi", "n", "agrees", "because
 class Estimate:
     """A measured quantity with its 95% interval over n samples; `unusable` says why it means nothing, where it does."""
 
-    value: float
-    low: float
-    high: float
+    value: float | None
+    low: float | None
+    high: float | None
     n: int
     unusable: str = ""
 
 
+def bootstrapped(values: np.ndarray, statistic: Statistic = np.mean) -> Estimate:
+    """A statistic of independent values [N, ...] with its bootstrap interval over the N."""
+    values = np.asarray(values, np.float64)
+    return Estimate(float(statistic(values)), *bootstrap(values, statistic), len(values))
+
+
+ABSENT = Estimate(None, None, None, 0, "not measured with these settings")
+
+
 def judge(claims: ml_collections.ConfigDict, measured: Mapping[str, Estimate]) -> list[dict[str, Any]]:
-    """One row of COLUMNS for each claim. KeyError: a claim about what the driver does not measure."""
+    """One row of COLUMNS for each claim; one about what this run did not measure can't be told."""
     return [
-        {"claim": name, "paper": claim.paper} | _verdict(claim, measured[claim.quantity])
+        {"claim": name, "paper": claim.paper} | _verdict(claim, measured.get(claim.quantity, ABSENT))
         for name, claim in claims.items()
     ]
 

@@ -48,19 +48,29 @@ def packages(name: str) -> list[str]:
     return [_LIBTPU[release]]
 
 
+def version(target: str) -> str:
+    """What compiles, with its version. Only in a process that runs in `environment`."""
+    package = "libtpu" if platform(target) == "tpu" else "jax-cuda13-plugin"
+    return f"{package} {importlib.metadata.version(package)}"
+
+
 def folder(name: str) -> pathlib.Path:
     """Where the compiler is kept, one folder for each jax."""
     return FOLDER / f"{name}-jax{importlib.metadata.version('jax')}"
 
 
 def fetch(name: str) -> None:
-    """Install the compiler into its folder, unless it is there; it never touches the environment of the caller."""
+    """Install the compiler into its folder, unless it is there; it never touches the environment of the caller.
+
+    Raises UserError where pip fails: without a network, say.
+    """
     place = folder(name)
     if (place / "complete").exists():
         return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", place]
     print(f"fetching {' '.join(packages(name))} into {place.relative_to(ROOT)}", flush=True)
-    subprocess.run([*command, *packages(name)], check=True)
+    if subprocess.run([*command, *packages(name)]).returncode:
+        raise UserError(f"pip could not fetch {' '.join(packages(name))}; it says why above")
     (place / "complete").touch()
 
 
@@ -80,8 +90,8 @@ class Compiled:
     seconds: float
     device_bytes: int  # arguments, outputs that reuse none of them, and temporaries
     temporary_bytes: int
-    bytes_accessed: int
-    declared_bytes: int | None  # what its kernels read and write, by their own account; None: one of them says nothing
+    bytes_accessed: int | None  # None: the compiler does not say
+    declared_bytes: int | None  # what its kernels read and write, by their own account; None: none, or one says nothing
 
 
 class Compiler:
@@ -133,8 +143,8 @@ class Compiler:
             seconds=time.perf_counter() - start,
             device_bytes=held + memory.temp_size_in_bytes,
             temporary_bytes=memory.temp_size_in_bytes,
-            bytes_accessed=int(cost.get("bytes accessed", 0)),
-            declared_bytes=_declared(traced.jaxpr.jaxpr),
+            bytes_accessed=int(cost["bytes accessed"]) if cost.get("bytes accessed") else None,
+            declared_bytes=_declared(traced.jaxpr.jaxpr) or None,
         )
 
 
@@ -160,4 +170,9 @@ def _declared(jaxpr) -> int | None:
 
 
 if __name__ == "__main__":
-    fetch(platform("tpu:" if sys.argv[1:] == ["tpu"] else "".join(sys.argv[1:])))
+    if sys.argv[1:] not in (["tpu"], ["h200"]):
+        sys.exit((__doc__ or "").strip())
+    try:
+        fetch(sys.argv[1])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -2,7 +2,8 @@
 
 The default text is `pydoc_data.topics` (the language reference as pydoc prints it) and the docstrings of the standard
 library. It is read from source with `ast`: nothing is imported or run. A document is one topic or one docstring; a hash
-of its name alone decides its split, so a document never changes sides when other documents come or go.
+of its name alone decides its split, so a document never changes sides when other documents come or go. `code` is a
+second kind of text: the standard library's modules, a document each, without the docstrings that the prose is made of.
 """
 
 import ast
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
+CODE = "code"
+"""Names the standard library's source in place of a path."""
 SHORTEST = 200  # characters; shorter docstrings are mostly one-line stubs
 PIECE = 2000  # characters; a user's file is cut at blank lines into documents of about this size
 # Left out: other people's packages, code that some distributions ship separately, generated tables.
@@ -65,17 +68,25 @@ def split_of(name: str) -> str:
 
 @functools.cache
 def load(text: str | None = None) -> Corpus:
-    """The standard library's text, or that of `text`: a file, or a folder of text files.
+    """The standard library's prose, its source for text='code', or the text of a file or a folder of files.
 
     Raises ValueError when `text` does not exist or is too small to fill all three splits.
     """
-    documents = _standard_library() if not text else _files(Path(text))
-    corpus = Corpus("standard library" if not text else Path(text).name, _unique(documents))
+    source, documents = _source(text)
+    corpus = Corpus(source, _unique(documents))
     for split in SPLITS:
         if not corpus.split(split):
             count = len(corpus.documents)
             raise ValueError(f"text={text!r} has {count} documents, none of them in split {split!r}; give more text")
     return corpus
+
+
+def _source(text: str | None) -> tuple[str, Iterator[Document]]:
+    if not text:
+        return "standard library", _standard_library()
+    if text == CODE:
+        return "standard library, code", _modules()
+    return Path(text).name, _files(Path(text))
 
 
 def _unique(documents: Iterator[Document]) -> tuple[Document, ...]:
@@ -87,13 +98,39 @@ def _unique(documents: Iterator[Document]) -> tuple[Document, ...]:
 
 
 def _standard_library() -> Iterator[Document]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for name, text in _topics(root / "pydoc_data" / "topics.py").items():
+    for name, text in _topics(_root() / "pydoc_data" / "topics.py").items():
         yield Document(f"topics/{name}", text)
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
+    for name, source in _sources():
+        yield from docstrings(source, name)
+
+
+def _modules() -> Iterator[Document]:
+    for name, source in _sources():
+        text = bare(source)
+        if len(text) > SHORTEST:
+            yield Document(name, text)
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _sources() -> Iterator[tuple[str, bytes]]:
+    """Name and source of the standard library's modules."""
+    for path in sorted(_root().rglob("*.py")):
+        parts = path.relative_to(_root()).with_suffix("").parts
         if SKIPPED.isdisjoint(parts) and not parts[0].startswith(("config-", "_sysconfigdata")):
-            yield from docstrings(path.read_bytes(), ".".join(parts))
+            yield ".".join(parts), path.read_bytes()
+
+
+def bare(source: bytes) -> str:
+    """A module's text without the lines of its docstrings, so that it shares no text with the prose."""
+    lines = source.decode("utf-8", errors="replace").splitlines()
+    for _, node in _definitions(ast.parse(source), ""):
+        if ast.get_docstring(node, clean=False) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (last - first + 1)
+    return "\n".join(line for line in lines if line is not None)
 
 
 def _topics(path: Path) -> dict[str, str]:

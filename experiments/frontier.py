@@ -11,7 +11,7 @@ SCALE = 5.0
 """c, MAUVE's own."""
 
 
-def area(p: np.ndarray, q: np.ndarray, scale: float = SCALE, points: int = 2001) -> float:
+def area(p: np.ndarray, q: np.ndarray, scale: float = SCALE, points: int = 501) -> float:
     """Area under the divergence frontier of two histograms [K]: 1 where they are equal, near 0 where they are disjoint.
 
     The frontier is (exp(-c KL(q|r)), exp(-c KL(p|r))) over the mixtures r = w p + (1 - w) q, 0 <= w <= 1. Between
@@ -44,7 +44,7 @@ def cluster(features: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
 
 def between(one: np.ndarray, other: np.ndarray, clusters: int) -> float:
     """`area` between two sets of cluster numbers."""
-    counts = (np.bincount(np.ravel(labels), minlength=clusters) for labels in (one, other))
+    counts = (np.bincount(np.asarray(labels, np.int64), minlength=clusters) for labels in (one, other))
     return area(*counts)
 
 

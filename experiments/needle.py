@@ -62,7 +62,7 @@ class Lab:
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
             loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
-            self.cells = Cells(config.checkpoint, **loading)
+            self.cells = Cells(config.checkpoint, **loading, methods=self.methods.values())
             self.batches = [batch for prefix in config.prefixes for batch in self._batches(prefix)]
             self.specs = {batch.prefix: self.cells.spec(batch, **_layout(config)) for batch in self.batches}
         self.identity = config.copy_and_resolve_references()

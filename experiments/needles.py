@@ -5,6 +5,7 @@ prose of a test trial was ever trained on, or seen by the validation that stops 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Protocol
@@ -110,27 +111,33 @@ class Trial:
 
 
 class Prose:
-    """A corpus in tokens. Tokenised once; every draw is a function of the generator that is passed in."""
+    """A corpus in tokens. A split is tokenised when it is first asked for; a draw is a function of the generator."""
 
     def __init__(self, text: corpus.Corpus, encoder: Encoder):
         self.encoder, self.hash = encoder, text.hash
         self.bos = encoder.special("[BOS]")
-        self.words = _words(text)
-        self._documents = {
-            split: [np.array(encoder.encode(document.text + "\n\n"), np.int32) for document in text.split(split)]
-            for split in corpus.SPLITS
-        }
+        self._text, self._tokens = text, {}
+
+    @functools.cached_property
+    def words(self) -> list[str]:
+        return _words(self._text)
+
+    def _documents(self, split: str) -> list[np.ndarray]:
+        if split not in self._tokens:
+            texts = [document.text for document in self._text.split(split)]
+            self._tokens[split] = [self.encode(text + "\n\n") for text in texts]
+        return self._tokens[split]
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.encoder.encode(text), np.int32)
 
     def size(self, split: str) -> int:
         """Tokens of a split."""
-        return sum(map(len, self._documents[split]))
+        return sum(map(len, self._documents(split)))
 
     def draw(self, split: str, rng: np.random.Generator, length: int) -> np.ndarray:
         """`length` tokens of whole documents in random order; the first one starts somewhere inside."""
-        documents = self._documents[split]
+        documents = self._documents(split)
         parts: list[np.ndarray] = []
         drawn = 0
         while drawn < length:
@@ -239,12 +246,13 @@ def _hide(
         raise ValueError(f"needles={count} do not fit into depth={depth} of prefix={length} tokens: use a longer one")
     cuts = np.sort(rng.integers(first, last + 1, size=len(lines)))
     text = prose.draw(split, rng, spare)
-    return _interleave(prose.bos, text, lines, cuts)
+    return interleave(prose.bos, text, lines, cuts)
 
 
-def _interleave(
+def interleave(
     bos: int, text: np.ndarray, lines: Sequence[np.ndarray], cuts: np.ndarray
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """BOS and text, with each line in front of the place where its cut falls; and the span of each line's sentence."""
     parts, spans, length = [np.array([bos], np.int32)], [], 1
     for piece, line in zip(np.split(text, cuts), [*lines, np.zeros(0, np.int32)], strict=True):
         parts += [piece, line]
@@ -277,7 +285,7 @@ class Mixture:
         if spare < 0:
             raise ValueError(f"length={length} tokens cannot hold one needle and its question: use a longer sequence")
         cuts = np.sort(rng.integers(0, spare + 1, size=len(lines)))
-        head, _ = _interleave(prose.bos, prose.draw("train", rng, spare), lines, cuts)
+        head, _ = interleave(prose.bos, prose.draw("train", rng, spare), lines, cuts)
         marks = [np.full(len(part), i % 2) for i, part in enumerate(tail)]  # question, answer, question, ...
         is_answer = np.concatenate([np.zeros(len(head)), *marks])
         return np.concatenate([head, *tail]), np.where(is_answer, 1.0, self.text_weight).astype(np.float32)

@@ -84,8 +84,18 @@ def heat_map(
     save(figure, path)
 
 
-def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label: str, y_label: str) -> None:
-    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour."""
+def intervals(
+    path: pathlib.Path,
+    series: Sequence[Series],
+    title: str,
+    x_label: str,
+    y_label: str,
+    levels: Mapping[str, float] | None = None,
+) -> None:
+    """Values with their intervals over a logarithmic axis of ratios; published figures hollow, in our colour.
+
+    levels: what does not depend on the ratio, as named dashed lines.
+    """
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     panel = figure.subplots()
     own = [line.label for line in series if line.published_for is None]
@@ -94,6 +104,8 @@ def intervals(path: pathlib.Path, series: Sequence[Series], title: str, x_label:
         place = own.index(line.published_for or line.label)
         at = np.asarray(line.x, float) * 1.06 ** (place - (len(own) - 1) / 2)  # side by side
         _points(panel, at, line, COLOURS[place % len(COLOURS)])
+    for (label, level), dashes in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
+        panel.axhline(level, color=INK, linewidth=1, linestyle=dashes, label=label)
     panel.set_xscale("log")
     ticks = sorted({x for line in series for x in line.x})
     panel.set_xticks(ticks, [f"{x:g}x" for x in ticks], minor=False)

@@ -35,6 +35,18 @@ def bootstrap(values: Sequence[float], statistic: Statistic = np.mean, draws: in
     if len(values) == 0:
         raise ValueError("values is empty: there is nothing to draw from")
     rng = np.random.default_rng(0)
-    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(draws)]
+    return percentiles([statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(draws)])
+
+
+def resampled(count: int, draws: int = 2000) -> np.ndarray:
+    """Which of `count` independent values each draw of a bootstrap takes: int [draws, count], the same every time.
+
+    For statistics that work on all draws at once; the interval is `percentiles` of their results.
+    """
+    return np.random.default_rng(0).integers(count, size=(draws, count))
+
+
+def percentiles(drawn: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of a statistic's values over the draws of a bootstrap."""
     low, high = np.quantile(drawn, (0.025, 0.975))
     return float(low), float(high)

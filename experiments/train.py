@@ -37,6 +37,7 @@ from experiments import card, corpus, needles
 from experiments.runner import Run, UserError, launch, make_writable, reading_input
 from vestige_jax.models import Decoder, ModelConfig, Tokenizer, save
 
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 PADDING = 64  # validation sequences are padded to a multiple of this, so that few shapes are compiled
 Step = dict[str, jax.Array]
 
@@ -182,13 +183,27 @@ def read_phase(phase: Any) -> Phase:
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
-    """The shapes of the config, the vocabulary of the tokenizer; the branch is rotated if `rope` says so."""
-    shapes = json.loads(config.model.to_json())
+    """The shapes of the config, the vocabulary of the tokenizer; the branch is rotated if `rope` says so.
+
+    Raises ValueError for an attention that is neither 'mla' nor 'gqa', and for a rotated 'gqa'.
+    """
+    shapes = attention_shapes(config)
     ids = {f"{name}_token_id": tokenizer.special(f"[{name.upper()}]") for name in ("bos", "eos", "pad")}
     size = tokenizer.encoding.n_vocab
-    return ModelConfig.from_json(
-        {"model_type": "kimi_linear", "vocab_size": size, "mla_use_nope": not config.rope, **ids, **shapes}
-    )
+    return ModelConfig.from_json({"vocab_size": size, **ids, **shapes})
+
+
+def attention_shapes(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The shapes of the config, with those of its attention."""
+    shapes = json.loads(config.model.to_json())
+    if config.attention == "mla":
+        return {"model_type": "kimi_linear", "mla_use_nope": not config.rope, **shapes}
+    if config.attention != "gqa":
+        raise ValueError(f"attention={config.attention!r} is unknown; choose mla or gqa")
+    if config.rope:
+        raise ValueError("rope=True with attention=gqa: only the branch of MLA can be rotated")
+    shapes = {name: value for name, value in shapes.items() if name not in MLA_SIZES}
+    return {"model_type": "kimi_linear_gqa", **shapes, **json.loads(config.gqa.to_json())}
 
 
 def rescale(params: nnx.State, config: ml_collections.ConfigDict) -> nnx.State:
@@ -329,7 +344,7 @@ def export(trainer: Trainer, state: State, folder: Path, out: Path, final: list[
         "starts": json.loads((out / "meta.json").read_text())["starts"],
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "README.md").write_text(card.render(folder.name, facts, rope=trainer.config.rope))
+    (folder / "README.md").write_text(card.render(folder.name, facts, trainer.model_config))
 
 
 def command(argv: Sequence[str]) -> str:

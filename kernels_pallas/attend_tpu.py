@@ -16,7 +16,7 @@ from kernels_pallas import exact
 from kernels_pallas.blocks import TOGETHER as GROUP
 from kernels_pallas.blocks import TpuBlocks
 from kernels_pallas.parts import Part
-from kernels_pallas.tiles import LANES, float_dtype, floats, pad_axis, round_up
+from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up
 
 Array = jax.Array
 
@@ -33,9 +33,8 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
     size = min(blocks.attend_rows, round_up(rows.shape[1], 16))
     steps = pl.cdiv(rows.shape[1], size * blocks.splits)
 
-    def block_of(b, q, split, step, longest):  # past the end the last block again: nothing is copied
-        last = jnp.maximum(pl.cdiv(longest[b, q], size) - 1, 0)
-        return b, jnp.minimum(step * blocks.splits + split, last), 0
+    def block_of(b, q, split, step, longest):
+        return b, live_block(step * blocks.splits + split, longest[b, q], size), 0
 
     kernel = functools.partial(_range_kernel, scale=scale, latent_dim=latent_dim, splits=blocks.splits)
     of_queries = lambda b, q, split, step, longest: (b, q, 0)  # noqa: E731

@@ -27,7 +27,7 @@ class FetchList(NamedTuple):
 
 def count_fired(margin: Array) -> Array:
     """Fired rows of every group of 128: margin [B, S] -> int32 [B, ceil(S / 128)]."""
-    return _groups(margin >= 0).sum(-1, dtype=jnp.int32)
+    return (_groups(margin) >= 0).sum(-1, dtype=jnp.int32)
 
 
 def compact(margins: Margins, width: int, *, compare_all: bool) -> FetchList:
@@ -37,7 +37,7 @@ def compact(margins: Margins, width: int, *, compare_all: bool) -> FetchList:
     count = jnp.minimum(total, width)
     if width == 0 or slots == 0:
         return FetchList(jnp.full((batch, width), slots, jnp.int32), count, total > width)
-    find = _by_group if width * GROUP < slots else _by_row
+    find = _by_group if width * GROUP <= slots else _by_row
     position = find(margins, width, "compare_all" if compare_all else "scan")
     listed = jnp.arange(width) < count[:, None]
     return FetchList(jnp.where(listed, position, slots), count, total > width)
@@ -50,8 +50,8 @@ def _by_group(margins: Margins, width: int, method: str) -> Array:
     group = jax.vmap(lambda e: jnp.searchsorted(e, wanted, method=method))(ends)
     group = jnp.minimum(group, ends.shape[-1] - 1)
     rank = wanted - jnp.take_along_axis(ends - margins.fired, group, axis=1)
-    inside = jnp.take_along_axis(_groups(margins.margin >= 0), group[..., None], axis=1)
-    running = jnp.cumsum(inside, axis=-1, dtype=jnp.int32)
+    inside = jnp.take_along_axis(_groups(margins.margin), group[..., None], axis=1)
+    running = jnp.cumsum(inside >= 0, axis=-1, dtype=jnp.int32)
     return (group * GROUP + (running < rank[..., None]).sum(-1)).astype(jnp.int32)
 
 
@@ -62,7 +62,8 @@ def _by_row(margins: Margins, width: int, method: str) -> Array:
     return jax.vmap(lambda r: jnp.searchsorted(r, wanted, method=method))(running).astype(jnp.int32)
 
 
-def _groups(rows: Array) -> Array:
-    """[B, S] -> [B, ceil(S / 128), 128], padded with zeros."""
-    batch, slots = rows.shape
-    return jnp.pad(rows, ((0, 0), (0, -slots % GROUP))).reshape(batch, -1, GROUP)
+def _groups(margin: Array) -> Array:
+    """[B, S] -> [B, ceil(S / 128), 128], padded with rows that can't fire."""
+    batch, slots = margin.shape
+    missing = ((0, 0), (0, -slots % GROUP))
+    return jnp.pad(margin, missing, constant_values=-jnp.inf).reshape(batch, -1, GROUP)

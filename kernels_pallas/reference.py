@@ -93,3 +93,19 @@ def fold_chunks(fold, carry, length: Array, rows: Array):
         return fold(carry, to_floats(lax.dynamic_slice_in_dim(rows, start, size, 1)), start, i * size)
 
     return lax.fori_loop(0, -(-jnp.max(length) // size), body, carry)
+
+
+def most(query: Array, rows: Array, length: Array, lse: Array, *, scale: float) -> Array:
+    """The largest softmax weight each row received from any query: float32 [B, S]. Arguments as of `mass`."""
+    batch, queries, width = query.shape
+    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries))
+
+    def fold(best, chunk, start, valid_from):
+        slots = start + jnp.arange(chunk.shape[1])
+        live = (slots < length[..., None]) & (slots >= valid_from)
+        score = scale * _einsum("bqc,bsc->bqs", query.astype(chunk.dtype), chunk[..., :width])
+        weight = jnp.where(live, jnp.exp(score - lse[..., None]), 0.0).max(1)
+        old = lax.dynamic_slice_in_dim(best, start, chunk.shape[1], 1)
+        return lax.dynamic_update_slice_in_dim(best, jnp.maximum(old, weight), start, 1)
+
+    return fold_chunks(fold, jnp.zeros(rows.shape[:2], jnp.float32), length, rows)

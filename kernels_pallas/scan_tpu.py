@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import TpuBlocks
-from kernels_pallas.tiles import LANES, float_dtype, floats, pad_axis, round_up
+from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up
 
 Array = jax.Array
 
@@ -33,8 +33,8 @@ def scan(
     steps, groups = pl.cdiv(slots, size), pl.cdiv(slots, LANES)
     padded = round_up(heads, 16)
 
-    def block_of(b, step, length):  # past the end the last block again: nothing is copied
-        return jnp.minimum(step, jnp.maximum(pl.cdiv(length[b], size) - 1, 0))
+    def block_of(b, step, length):
+        return live_block(step, length[b], size)
 
     operands, specs = [], []
 

@@ -20,6 +20,11 @@ def floats(words: Array) -> Array:
     return pltpu.bitcast(words, _FLOAT[words.dtype.name]) if words.dtype.name in _FLOAT else words
 
 
+def live_block(block: Array, length: Array, size: int) -> Array:
+    """The block to read: past the last one that holds a row below `length`, that one again, and nothing is copied."""
+    return jnp.minimum(block, jnp.maximum((length + size - 1) // size - 1, 0))
+
+
 def pad_axis(x: Array, axis: int, size: int) -> Array:
     """x with zeros after it along an axis, up to size."""
     return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import Part, attend, attend_list, merge, reference
 from vestige_jax import checks
-from vestige_jax.cache import Cache, check_layout, length
+from vestige_jax.cache import Cache, Merged, check_layout, length
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -24,9 +24,17 @@ def over_list(spec: CacheSpec, query: Array, rows: Array, position: Array, count
 
 
 def attended(spec: CacheSpec, cache: Cache, query: Array) -> Part:
-    """Attention over the attended tier: kept rows and tail."""
+    """Attention over the attended tier: kept rows, rows that stand for others, and tail."""
     tier1 = over(spec, query, cache.tier1.words, cache.tier1.count)
-    return merge(tier1, over(spec, query, cache.tail.words, cache.tail.length))
+    part = merge(tier1, over(spec, query, cache.tail.words, cache.tail.length))
+    return part if cache.merged is None else merge(part, over_merged(spec, query, cache.merged))
+
+
+def over_merged(spec: CacheSpec, query: Array, merged: Merged) -> Part:
+    """Attention of query [B, Q, C] over merged rows: [0 | q | 1] meets [value | key | bias / scale] (§1)."""
+    before, behind = jnp.zeros((*query.shape[:-1], spec.latent_dim)), jnp.ones((*query.shape[:-1], 1))
+    asked = jnp.concatenate([before, query.astype(jnp.float32), behind], axis=-1)
+    return attend(asked, merged.rows, merged.count, latent_dim=spec.latent_dim, scale=spec.scale, implementation="xla")
 
 
 def dense(spec: CacheSpec, cache: Cache, query: Array) -> Part:
@@ -36,7 +44,7 @@ def dense(spec: CacheSpec, cache: Cache, query: Array) -> Part:
 
 
 def attend_chunk(
-    spec: CacheSpec, cache: Cache, queries: Array, rows: Array, lengths: Array | None = None
+    spec: CacheSpec, cache: Cache, queries: Array, rows: Array, lengths: Array | None = None, *, most: bool = False
 ) -> tuple[Array, Array]:
     """Dense causal attention of a prefill chunk, called before the chunk is appended (§4).
 
@@ -44,6 +52,7 @@ def attend_chunk(
 
     Args
       queries [B, T, H, C] absorbed and unscaled, rows [B, T, C], lengths int32 [B]: rows past it are padding.
+      most: return the largest weight in place of the sum.
     Returns
       out float32 [B, T, H, R] in latent space (0 at padding), and mass float32 [B, capacity]: the softmax weight each
       position received from the chunk, summed over its queries and heads (jit drops it when unused).
@@ -63,19 +72,20 @@ def attend_chunk(
     causal = jnp.where(real, jnp.repeat(jnp.arange(time) + 1, heads), 0)
     part = merge(dense(spec, cache, query), over(spec, query, rows, causal))
     out = jnp.where(real[..., None], part.out, 0).reshape(batch, time, heads, -1)
-    return out, _mass(spec, cache, query, rows, causal, jnp.where(real, part.lse, jnp.inf))
+    return out, _received(spec, cache, query, rows, causal, jnp.where(real, part.lse, jnp.inf), most)
 
 
-def _mass(spec, cache, query, rows, causal, lse) -> Array:
-    """Column sums of the softmax with normaliser lse [B, Q], by position."""
+def _received(spec, cache, query, rows, causal, lse, most) -> Array:
+    """Column sums, or maxima, of the softmax with normaliser lse [B, Q], by position."""
+    received = reference.most if most else reference.mass
     batch, time, _ = rows.shape
     each = jnp.arange(batch)[:, None]
     tail_at = cache.archive.closed[:, None] + jnp.arange(spec.block)
     chunk_at = length(cache)[:, None] + jnp.arange(time)
     total = jnp.zeros((batch, spec.capacity), jnp.float32)
     total = total.at[:, : spec.archive_rows].add(
-        reference.mass(query, cache.archive.words, cache.archive.closed, lse, scale=spec.scale)
+        received(query, cache.archive.words, cache.archive.closed, lse, scale=spec.scale)
     )
-    tail = reference.mass(query, cache.tail.words, cache.tail.length, lse, scale=spec.scale)
-    chunk = reference.mass(query, rows, causal, lse, scale=spec.scale)
+    tail = received(query, cache.tail.words, cache.tail.length, lse, scale=spec.scale)
+    chunk = received(query, rows, causal, lse, scale=spec.scale)
     return total.at[each, tail_at].add(tail, mode="drop").at[each, chunk_at].add(chunk, mode="drop")

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas.words import row_words, to_floats, word_dtype
 from vestige_jax import checks
@@ -84,6 +85,14 @@ class Calibration:
 
 
 @_pytree
+class Merged:
+    """Rows that stand for several closed ones, attended beside tier 1 (see vestige_jax.merging)."""
+
+    rows: Array  # [B, W, R + C + 1] float32, [value | key | bias / scale]
+    count: Array  # [B] int32
+
+
+@_pytree
 class Cache:
     """One layer's rows for B sequences. Static facts live in CacheSpec, never here."""
 
@@ -93,6 +102,7 @@ class Cache:
     index: Index
     calibration: Calibration
     fault: Array  # [B] int32, sticky bits of checks.Fault
+    merged: Merged | None = None  # where CacheSpec(merged=W) has room for some
 
 
 def init(spec: CacheSpec, batch: int) -> Cache:
@@ -131,7 +141,15 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             jnp.zeros(batch, bool),
         ),
         fault=jnp.zeros(batch, jnp.int32),
+        merged=no_merged(spec, batch),
     )
+
+
+def no_merged(spec: CacheSpec, batch: int) -> Merged | None:
+    """Room for merged rows and none there, or None where the spec has no room."""
+    width = spec.latent_dim + spec.row_dim + 1
+    rows = (batch, spec.merged, width)
+    return Merged(jnp.zeros(rows, jnp.float32), jnp.zeros(batch, jnp.int32)) if spec.merged else None
 
 
 @functools.cache
@@ -176,3 +194,17 @@ def fork(spec: CacheSpec, cache: Cache, slots) -> Cache:
     """A cache whose sequence i is a copy of sequence slots[i]; slots int32[N]."""
     checks.slot(cache, slots)
     return jax.tree.map(lambda x: jnp.take(x, jnp.asarray(slots), axis=0), cache)
+
+
+def grow(spec: CacheSpec, cache: Cache) -> Cache:
+    """The same sequences in the layout of a spec with room for more: larger capacity, ratio or budget, same block.
+
+    Tier 1 stays as it is until the next re-rank. Raises ValueError where some part has more room than in the spec.
+    """
+    batch = cache.fault.shape[0]
+    wanted = dataclasses.replace(init(spec, batch), merged=cache.merged)
+    for (path, small), large in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(wanted), strict=True):
+        fits = small.dtype == large.dtype and all(a <= b for a, b in zip(small.shape, large.shape, strict=True))
+        name = f"cache{jax.tree_util.keystr(path)}"
+        checks.require(fits, f"{name} is {small.dtype}{list(small.shape)}, more than {large.dtype}{list(large.shape)}")
+    return jax.tree.map(lambda small, large: lax.dynamic_update_slice(large, small, [0] * small.ndim), cache, wanted)

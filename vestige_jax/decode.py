@@ -133,8 +133,9 @@ def _attend(spec, cache, query):
     part = attention.attended(spec, cache, query)
     recalled = None
     serve_dense = length(cache) < spec.activation
-    if spec.recall == "certified" and spec.archive_rows:
-        recalled = recall(spec, cache, query, part)
+    if spec.recall != "none" and spec.archive_rows:
+        rule = recall if spec.recall == "certified" else spec.recall
+        recalled = rule(spec, cache, query, part)
         part = merge(part, recalled.part)
         if spec.overflow == "dense":
             serve_dense |= recalled.overflowed
@@ -156,6 +157,7 @@ def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
     none = jnp.zeros_like(cache.fault)
     kept, closed, total = cache.tier1.count, cache.archive.closed, length(cache)
     fetched = jnp.where(serve_dense, closed - kept, none if recalled is None else recalled.fetched)
+    merged = 0 if cache.merged is None else jnp.where(serve_dense, 0, cache.merged.count)
     return Stats(
         kept=kept,
         fired=none if recalled is None else recalled.fired,
@@ -163,7 +165,7 @@ def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
         overflowed=none.astype(bool) if recalled is None else recalled.overflowed,
         clamped=cache.calibration.clamped,
         gate=none.astype(jnp.float32) if recalled is None else recalled.gate.mean(-1, dtype=jnp.float32),
-        attended=(kept + cache.tail.length + fetched) / jnp.maximum(total, 1),
+        attended=(kept + merged + cache.tail.length + fetched) / jnp.maximum(total, 1),
         fault=cache.fault,
         rows=_traced(spec, cache, recalled, serve_dense) if spec.trace else None,
     )

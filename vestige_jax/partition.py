@@ -137,7 +137,13 @@ def rerank(spec: CacheSpec, cache: Cache, which: Array) -> Cache:
     table = [spec.keep_count(n) for n in range(0, spec.archive_rows + 1, spec.block)]
     count = jnp.asarray(table, jnp.int32)[cache.archive.closed // spec.block]
     ranked = top_rows(cache.archive.sigma, cache.archive.closed, count, table[-1], spec.sinks)
-    return _fill_tier1(spec, cache, jnp.where(which[:, None], ranked, cache.archive.kept))
+    cache = _fill_tier1(spec, cache, jnp.where(which[:, None], ranked, cache.archive.kept))
+    return cache if cache.merged is None else _forget_merged(cache, which)
+
+
+def _forget_merged(cache: Cache, which: Array) -> Cache:
+    merged = dataclasses.replace(cache.merged, count=jnp.where(which, 0, cache.merged.count))
+    return dataclasses.replace(cache, merged=merged)
 
 
 def keep_set(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:

@@ -1,6 +1,7 @@
 """Tier 2: scan the index, fire the rows that could beat what is attended, fetch them exactly (VestigeKV §3)."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,13 @@ class Recalled(NamedTuple):
     rows: Array | None  # [B, A] bool, the rows fetched, if CacheSpec(trace=True)
     overflowed: Array  # [B] bool, more fired than `fetch`
     gate: Array  # [B, H] bool, heads that may fire
+
+
+Rule = Callable[[CacheSpec, Cache, Array, Part], Recalled]
+"""(spec, cache, query [B, H, C], its attention over the attended tier) -> archived rows, each brought back once.
+
+`recall` is one; another, given as CacheSpec.recall, has to be hashable and equal to its copies: a frozen dataclass.
+"""
 
 
 def gate(cache: Cache, attended: Part) -> Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ class CacheSpec:
       ratio, budget   tier 1 keeps round(ratio * closed) rows, or `budget`, besides the sinks; neither: ratio 1/32.
       kappa           Fourier bins of the low-pass; None: 16 scaled to the block.
       sinks           first rows of a sequence, always kept.
+      merged          W, most rows that stand for several others (`merge_rows`), a baseline; 0 (none) costs nothing.
     Tier 2 (§3)
-      recall          'certified', or 'none': tier 1 and tail alone.
+      recall          'certified', 'none' (tier 1 and tail alone), or another rule: see vestige_jax.recall.Rule.
       index           kind of index: 'sketch', the paper's, or 'balanced' (§8), fitted to queries and rows.
       rank            K, dimensions of a code: of a sketch 0 (branch only) to R, beside the branch; balanced 1 to C.
       index_bits      of a code's number: 16 (floats), 8 or 4 (whole steps, their size fixed at calibration).
@@ -73,6 +75,7 @@ class CacheSpec:
     budget: int | None = None
     kappa: int | None = None
     sinks: int = 4
+    merged: int = 0
     rank: int = 64
     fetch: int = 4096
     overflow: str = "dense"
@@ -87,7 +90,7 @@ class CacheSpec:
     sketch_dtype: jnp.dtype | None = None
     archive_memory: str = "device"
     implementation: str | None = None
-    recall: str = "certified"
+    recall: str | Callable = "certified"
     bound: str = "calibrated"
     calibration: str = "prompt"
     stats: bool = True
@@ -106,7 +109,7 @@ class CacheSpec:
     def _check_sizes(self):
         for name in ("latent_dim", "branch_dim", "num_heads", "capacity", "block", "fetch"):
             _require_int(name, getattr(self, name), 1)
-        for name in ("sinks", "rank", "activation"):
+        for name in ("sinks", "merged", "rank", "activation"):
             _require_int(name, getattr(self, name), 0)
         for name in ("budget", "kappa", "top_j"):
             if getattr(self, name) is not None:
@@ -139,7 +142,7 @@ class CacheSpec:
 
     def _check_choices(self):
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in allowed and not (name == "recall" and callable(self.recall)):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not available; choose from {list(allowed)}")
         for name in ("stats", "trace", "allow_rope"):
             if not isinstance(getattr(self, name), bool):
@@ -245,6 +248,7 @@ class CacheSpec:
             "index": self.archive_rows * (code + 4 * self.certificate_terms) + 4 * (self.steps + self._map_floats),
             "calibration": self.query_buffer * (query + 4) + 4 + 4 + 1 + 4 + 1,
             "fault": 4,
+            "merged": 4 * self.merged * (self.latent_dim + self.row_dim + 1) + 4 * (self.merged > 0),
         }
         sizes = {name: batch * size for name, size in per_sequence.items()}
         return sizes | {"total": sum(sizes.values())}

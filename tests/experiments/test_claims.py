@@ -31,6 +31,12 @@ def test_what_is_unusable_proves_nothing():
     assert verdict(0.9, 1.0, "dense fails", at_least=0.5) == "can't be told"
 
 
+def test_what_this_run_did_not_measure_cannot_be_told():
+    claims = ConfigDict({"some claim": ConfigDict({"paper": "said", "quantity": "y", "at_least": 1})})
+    (row,) = judge(claims, {"x": Estimate(1, 1, 1, 9)})
+    assert (row["agrees"], row["because"], row["ours"]) == ("can't be told", "not measured with these settings", None)
+
+
 def test_a_claim_has_one_bound():
     with pytest.raises(ValueError, match="one bound"):
         verdict(0, 1)

@@ -80,6 +80,40 @@ else:
     }
 
 
+def test_code_has_no_docstring_in_it():
+    source = b'''"""Module."""
+import os
+
+class Outer:
+    """Of the
+    class."""
+
+    def method(self):
+        """Of the method."""
+        return """no docstring"""
+'''
+    assert (
+        corpus.bare(source)
+        == '''import os
+
+class Outer:
+
+    def method(self):
+        return """no docstring"""'''
+    )
+
+
+@pytest.mark.slow
+def test_the_library_s_code_is_a_text_of_its_own(library):
+    code = corpus.load(corpus.CODE)
+    assert len(code.documents) > 300 and code.hash != library.hash
+    sizes = {split: sum(len(document.text) for document in code.split(split)) for split in corpus.SPLITS}
+    assert 0.5 < sizes["train"] / sum(sizes.values()) < 0.8
+    held_out = "".join(document.text for document in code.split("test"))
+    trained = [document.text for document in library.split("train") if len(document.text) < 2000]
+    assert not any(text in held_out for text in trained)
+
+
 def test_one_text_under_two_names_is_kept_once():
     documents = [corpus.Document("b", "same"), corpus.Document("a", "same"), corpus.Document("c", "other")]
     assert [document.name for document in corpus._unique(iter(documents))] == ["a", "c"]

@@ -22,7 +22,8 @@ from vestige_jax import baselines, generation, models
 from vestige_jax.spec import CacheSpec
 
 PREFIX = 128
-METHODS = ("vestige", *baselines.SELECTORS, "norm+recall", "random+recall")
+FIRST = ("sigma", "full_row", "norm", "random", "stride", "streaming", "h2o", "h2o_recent", "snapkv")
+METHODS = ("vestige", *FIRST, "norm+recall", "random+recall")  # the others: test_serving.py
 PROSE = [f"Line {i} of a text about nothing, with words like river, mountain, paper and {i * 7}." for i in range(600)]
 PHRASES = ["The secret passcode for is . What is the secret passcode for ? Please write down that wears badge"] * 20
 

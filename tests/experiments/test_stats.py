@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from experiments import stats
 
@@ -46,3 +48,9 @@ def test_impossible_counts_are_refused(successes, n):
 def test_the_ends_are_exact():
     assert stats.wilson(0, 24)[0] == 0.0
     assert stats.wilson(24, 24)[1] == 1.0
+
+
+def test_resampling_all_draws_at_once_gives_the_same_interval():
+    values = np.arange(20.0) ** 2
+    assert_allclose(stats.percentiles(values[stats.resampled(20)].mean(-1)), stats.bootstrap(values), rtol=0.05)
+    assert np.array_equal(stats.resampled(5), stats.resampled(5))

@@ -122,6 +122,31 @@ def test_the_twin_differs_in_the_rotation_alone(toy):
         np.testing.assert_array_equal(a, b)
 
 
+def test_the_gqa_twin_differs_in_the_attention_alone(toy):
+    toy.model.num_hidden_layers = 2
+    toy.model.linear_attn_config.update(kda_layers=(1,), full_attn_layers=(2,))
+    plain = train.Trainer(toy)
+    toy.attention = "gqa"
+    twin = train.Trainer(toy)
+    assert twin.model_config.grouped and not twin.model_config.rotated
+    for a, b in zip(plain.batch(3), twin.batch(3), strict=True):
+        np.testing.assert_array_equal(a, b)
+    start, other = (dict(train.nnx.to_flat_state(trainer.init().params)) for trainer in (plain, twin))
+    for path, leaf in start.items():
+        if path[:3] != ("layers", 1, "self_attn"):
+            np.testing.assert_array_equal(leaf[...], other.pop(path)[...])
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert set(other) == {("layers", 1, "self_attn", name) for name in names}
+    np.testing.assert_allclose(other["layers", 1, "self_attn", "o_proj"][...].std(), 0.35 / 8, rtol=0.1)
+
+
+@pytest.mark.parametrize("attention, rope, match", [("linear", False, "mla or gqa"), ("gqa", True, "rope=True")])
+def test_attention_that_is_not_there_is_named(toy, attention, rope, match):
+    toy.attention, toy.rope = attention, rope
+    with pytest.raises(runner.UserError, match=match):
+        train.Trainer(toy)
+
+
 def test_batches_follow_the_phases(toy):
     toy.phases = ((64, 2, 4, 1.0), (96, 1, STEPS - 4, 0.5))
     trainer = train.Trainer(toy)

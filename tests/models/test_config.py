@@ -53,9 +53,49 @@ def test_json_round_trip(raw):
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def test_deepseek_is_refused_by_name(golden):
-    with pytest.raises(ValueError, match="deepseek_v2.*not supported"):
-        ModelConfig.from_json(golden / "dsv2_tiny")
+def test_the_committed_twin_is_written_as_it_was(repository):
+    path = repository / "vestige_jax" / "checkpoints" / "tiny_nope" / "config.json"
+    assert ModelConfig.from_json(path).to_json() == json.loads(path.read_text())
+
+
+def grouped(raw, **changes):
+    """The same file with grouped-query attention in place of MLA."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 12}
+    mla = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim mla_use_nope q_lora_rank rope_theta".split()
+    kept = {k: v for k, v in raw.items() if k not in (*mla, "rope_scaling")}
+    return {**kept, "model_type": "kimi_linear_gqa", **sizes, **changes}
+
+
+def test_grouped_query_attention(raw):
+    config = ModelConfig.from_json(grouped(raw))
+    assert config.grouped and not config.rotated
+    assert (config.latent_dim, config.branch_dim, config.softmax_scale) == (24, 24, 12**-0.5)
+    written = json.loads(json.dumps(config.to_json()))
+    assert ModelConfig.from_json(written) == config
+    assert "kv_lora_rank" not in written and written["model_type"] == "kimi_linear_gqa"
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of num_attention_heads = 4"),
+        ({"num_key_value_heads": "absent"}, r"missing keys \['num_key_value_heads'\]"),
+        ({"head_dim": None}, "head_dim is None, expected an integer"),
+        ({"head_dim": 0}, "head_dim is 0, expected a positive integer"),
+        ({"kv_lora_rank": 24}, "unknown keys.*kv_lora_rank"),
+        ({"mla_use_nope": False}, "unknown keys.*mla_use_nope"),
+    ],
+)
+def test_grouped_query_attention_is_strict(raw, changes, match):
+    refuse(grouped(raw), match, **changes)
+
+
+def test_sizes_of_another_model_type_are_refused(raw):
+    config = ModelConfig.from_json(raw)
+    with pytest.raises(ValueError, match="head_dim is 8, expected 0: a kimi_linear has none"):
+        dataclasses.replace(config, head_dim=8)
+    with pytest.raises(ValueError, match="kv_lora_rank is 24, expected 0: a kimi_linear_gqa has none"):
+        dataclasses.replace(config, model_type="kimi_linear_gqa", num_key_value_heads=2, head_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +155,7 @@ def test_a_whole_number_is_a_float_too(raw):
 def test_missing_and_unknown_keys_are_named(raw):
     refuse(raw, "missing keys.*kv_lora_rank", kv_lora_rank="absent")
     refuse(raw, "unknown keys.*sliding_window", sliding_window=4096)
+    refuse(raw, "unknown keys.*kda_num_heads", kda_num_heads=4)
 
 
 def test_layer_lists_must_cover_every_layer_once(raw):

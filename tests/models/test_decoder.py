@@ -164,7 +164,7 @@ def test_observed_mass_sums_to_queries_times_heads(kimi, spec, ids):
     state = kimi.init_state(spec, 2, observe=True)
     state = run(ids[:, :20], state, jnp.minimum(lengths, 20))
     state = run(ids[:, 20:40], state, lengths - 20)
-    mass = state.layers[2].mass
+    mass = state.layers[2].seen.mass
     np.testing.assert_allclose(mass.sum(1), lengths * spec.num_heads, rtol=1e-5)
     assert mass[0, 39] > 0 and np.all(mass[0, 40:] == 0) and np.all(mass[1, 25:] == 0)
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import Part
-from kernels_pallas.words import take_rows
 from vestige_jax import attention
 from vestige_jax.cache import Cache
 from vestige_jax.partition import members
@@ -66,7 +65,7 @@ class Pages:
         chosen = best(self.scores(archive.rows[..., : spec.row_dim], archived, query), spec.fetch // self.page)
         fired = archived & chosen[:, slots // self.page]
         position, count = members(fired, min(spec.fetch // self.page * self.page, spec.archive_rows))
-        part = attention.over(spec, query, take_rows(archive.words, position), count)
+        part = attention.over_list(spec, query, archive.words, position, count)
         never = jnp.zeros(count.shape, bool)
         return Recalled(part, count, count, fired if spec.trace else None, never, jnp.ones(query.shape[:2], bool))
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,8 @@ _LISTED = 12
 _FLOAT32 = ("A_log", "dt_bias")
 _EXPERTS = ("w1", "w2", "w3")
 _TABLES = ("embed_tokens", "lm_head")
+# What DeepSeek calls the same modules.
+_DEEPSEEK = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _VECTORS = ("scale", "o_norm", "e_score_correction_bias", "dt_bias")
 
 
@@ -58,7 +60,7 @@ def load(path: str | pathlib.Path, *, dtype=jnp.float32) -> Decoder:
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
-    entries = {where: entry(where, param.shape) for where, param in flat.items()}
+    entries = {where: entry(where, param.shape, config.model_type) for where, param in flat.items()}
     shards = _shards(folder)
     _check_tensors(folder, entries, shards)
     filled = {where: flat[where].replace(value) for where, value in _read_all(flat, entries, shards)}
@@ -72,7 +74,8 @@ def save(path: str | pathlib.Path, model: Decoder, tokenizer=None) -> None:
     tensors: dict[str, np.ndarray] = {}
     for where, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = np.asarray(param[...])
-        tensors.update(_to_file(entry(where, param.shape), value if where[-1] in _EXPERTS else value[None]))
+        item = entry(where, param.shape, model.config.model_type)
+        tensors.update(_to_file(item, value if where[-1] in _EXPERTS else value[None]))
     (folder / "config.json").write_text(json.dumps(model.config.to_json(), indent=1) + "\n")
     unfinished = folder / f"{WEIGHTS}.part"
     safetensors.numpy.save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -81,10 +84,10 @@ def save(path: str | pathlib.Path, model: Decoder, tokenizer=None) -> None:
         tokenizer.save(folder)
 
 
-def entry(where: tuple, shape: tuple[int, ...]) -> Entry:
+def entry(where: tuple, shape: tuple[int, ...], model_type: str = "kimi_linear") -> Entry:
     """The file layout of the parameter at a path of the module tree: kernels there are [outputs, inputs], flattened."""
     leaf = where[-1]
-    names = _names(where, shape)
+    names = _names(where, shape, _DEEPSEEK if model_type == "deepseek_v2" else {})
     if leaf in _TABLES:
         return Entry(names, shape, lambda x: x, lambda x: x)
     if leaf in _VECTORS:
@@ -105,16 +108,16 @@ def _reshaped(names: tuple[str, ...], ours: tuple[int, ...], theirs: tuple[int, 
     return Entry(names, theirs, lambda x: x.reshape(ours), lambda x: x.reshape(theirs))
 
 
-def _names(where: tuple, shape: tuple[int, ...]) -> tuple[str, ...]:
-    parts = [str(part) for part in where]
-    leaf = parts[-1]
+def _names(where: tuple, shape: tuple[int, ...], renamed: Mapping[str, str]) -> tuple[str, ...]:
+    leaf = where[-1]
+    parts = [renamed.get(str(part), str(part)) for part in where]
     if leaf == "lm_head":
         return ("lm_head.weight",)
     base = ".".join(["model", *parts[:-1]])
     if leaf == "scale":
         return (f"{base}.weight",)
     if leaf in _EXPERTS:
-        return tuple(f"{base}.experts.{e}.{leaf}.weight" for e in range(shape[0]))
+        return tuple(f"{base}.experts.{e}.{parts[-1]}.weight" for e in range(shape[0]))
     if leaf == "e_score_correction_bias":
         return (f"{base}.gate.{leaf}",)
     return (f"{base}.{leaf}" if leaf in _FLOAT32 else f"{base}.{leaf}.weight",)

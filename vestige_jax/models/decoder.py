@@ -12,6 +12,7 @@ from jax import Array
 import vestige_jax as vk
 from vestige_jax.models.cached import Cached
 from vestige_jax.models.config import ModelConfig
+from vestige_jax.models.gqa import GQA
 from vestige_jax.models.kda import KDA
 from vestige_jax.models.layers import FFN, RMSNorm
 from vestige_jax.models.mla import MLA
@@ -26,7 +27,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype):
         width, eps = config.hidden_size, config.rms_norm_eps
-        attention = MLA if layer in config.full_attn_layers else KDA
+        full = GQA if config.grouped else MLA
+        attention = full if layer in config.full_attn_layers else KDA
         self.input_layernorm = RMSNorm(width, eps, dtype=dtype)
         self.self_attn = attention(config, rngs=rngs, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(width, eps, dtype=dtype)
@@ -64,7 +66,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Kimi Linear: KDA and NoPE-MLA blocks.
+    """Kimi Linear (KDA and NoPE-MLA blocks), its twins (the branch rotated; GQA for MLA), DeepSeek-V2 (MLA throughout).
 
     Three ways through it compute the same function: the dense forward `model(ids)`, `prefill` over chunks, and `decode`
     token by token (exact while the cache attends every row).
@@ -98,7 +100,7 @@ class Decoder(nnx.Module):
         Args:
           spec: from `config.cache_spec`; one for all MLA layers.
           batch: number of sequences.
-          observe: also add up, per MLA layer and position, the attention weight of prompt queries (`MLAState.mass`).
+          observe: also add up what prompt queries look at, and their mean and covariance (`MLAState.seen`).
         """
         self._check_spec(spec)
         layers = [
@@ -165,9 +167,9 @@ class Decoder(nnx.Module):
     def _check_spec(self, spec: vk.CacheSpec) -> None:
         config = self.config
         if config.rotated and not spec.allow_rope:
-            raise ValueError("mla_use_nope is false, the branch is rotated: use config.cache_spec(allow_rope=True)")
+            raise ValueError("the branch of this model is rotated: use config.cache_spec(allow_rope=True)")
         have = (spec.latent_dim, spec.branch_dim, spec.num_heads, spec.scale)
-        want = (config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads, config.softmax_scale)
+        want = (config.latent_dim, config.branch_dim, config.num_attention_heads, config.softmax_scale)
         if have != want:
             raise ValueError(f"spec has (latent, branch, heads, scale) {have}, this model {want}; use its cache_spec")
 

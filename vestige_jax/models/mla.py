@@ -29,6 +29,7 @@ class MLA(Cached):
         self.o_proj = kernel(rngs, (heads, value, width), heads * value, dtype)
         self.nope, self.latent, self.scale = nope, latent, config.softmax_scale
         self.theta = config.rope_theta if config.rotated else None
+        self.yarn = config.rope_scaling
 
     def __call__(self, x: Array) -> Array:
         """Dense causal attention of [B,T,D] with expanded keys and values."""
@@ -53,7 +54,7 @@ class MLA(Cached):
     def _turn(self, x: Array, positions: Array, start: int) -> Array:
         if self.theta is None:
             return x
-        return jnp.concatenate([x[..., :start], rope.rotate(x[..., start:], positions, self.theta)], axis=-1)
+        return jnp.concatenate([x[..., :start], rope.rotate(x[..., start:], positions, self.theta, self.yarn)], axis=-1)
 
     def _absorb(self, query: Array) -> Array:
         """[..., H, N+P] -> float32 [..., H, C]."""

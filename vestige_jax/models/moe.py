@@ -1,4 +1,4 @@
-"""Mixture of experts: a sigmoid router and experts that see only their own tokens."""
+"""Mixture of experts: a sigmoid (Kimi) or softmax (DeepSeek) router, and experts that see only their own tokens."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from vestige_jax.models.layers import FFN, kernel
 
 
 def route(
-    scores: Array, bias: Array, k: int, *, renormalize: bool, scaling: float, biased: bool = False
+    scores: Array, bias: Array | None, k: int, *, renormalize: bool, scaling: float, biased: bool = False
 ) -> tuple[Array, Array]:
     """Chooses k experts by score + bias and weighs them by the score alone.
 
     Args:
-      scores: float32 [N, E], sigmoid(x W).
-      bias: float32 [E], the balancing correction: it moves the choice, not the weights.
+      scores: float32 [N, E], sigmoid(x W) or softmax(x W).
+      bias: float32 [E], the balancing correction: it moves the choice, not the weights. None where there is none.
       renormalize: divide the weights by (their sum + 1e-20).
       scaling: a factor on all weights.
       biased: parity flag. The original remote code adds the bias in place, so its weights carry the bias too.
 
     Returns: (weights float32 [N, k], experts int32 [N, k]).
     """
-    choice = scores + bias
+    choice = scores if bias is None else scores + bias
     _, experts = jax.lax.top_k(choice, k)
     weights = jnp.take_along_axis(choice if biased else scores, experts, axis=-1)
     if renormalize:
@@ -39,7 +39,8 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
         width, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
         self.gate = kernel(rngs, (width, experts), width, dtype)
-        self.e_score_correction_bias = nnx.Param(jnp.zeros((experts,), dtype))
+        softmax = config.softmax_router
+        self.e_score_correction_bias = None if softmax else nnx.Param(jnp.zeros((experts,), dtype))
         self.w1 = kernel(rngs, (experts, width, inner), width, dtype)
         self.w2 = kernel(rngs, (experts, inner, width), inner, dtype)
         self.w3 = kernel(rngs, (experts, width, inner), width, dtype)
@@ -59,10 +60,12 @@ class MoE(nnx.Module):
 
     def route(self, tokens: Array) -> tuple[Array, Array]:
         """(weights, experts) of tokens [N, D], computed in float32."""
-        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ self.gate[...].astype(jnp.float32))
-        bias = self.e_score_correction_bias[...].astype(jnp.float32)
+        logits = tokens.astype(jnp.float32) @ self.gate[...].astype(jnp.float32)
         options = dict(renormalize=self.renormalize, scaling=self.scaling, biased=self.biased)
-        return route(scores, bias, self.k, **options)
+        if self.e_score_correction_bias is None:
+            return route(jax.nn.softmax(logits), None, self.k, **options)
+        bias = self.e_score_correction_bias[...].astype(jnp.float32)
+        return route(jax.nn.sigmoid(logits), bias, self.k, **options)
 
 
 def _grouped(x: Array, experts: Array, w1: Array, w2: Array, w3: Array) -> Array:

@@ -1,7 +1,7 @@
 """What selectors may know of prompt queries, added up chunk by chunk: nothing of T x T is ever held (VestigeKV §5).
 
-A layer's state carries one of two observers. `Observation` sums what the prompt's own queries look at; `Rereading` keeps
-the largest weight that any query gives a position, while a prompt is read a second time.
+A layer's state carries one of two observers. `Observation` sums what the prompt's own queries look at; `Rereading`
+keeps the largest weight that any query gives a position, while a prompt is read a second time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""What a decode step has to move between memory and chip, counted from the sizes of what is stored (VestigeKV §3).
+
+A compiler's own count leaves out what a kernel reads, or takes the kernel's word for it; where it can see, it counts
+copies into on-chip memory and whole buffers that are updated in one row. This account counts each array once.
+
+Published, per archived row: rho * 1152 + 260 * (1 - rho) + f * 1152 = 294 bytes for 1152, 3.9 times fewer. `Layout`
+holds what a device adds to it.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a device stores and moves rows, in bytes.
+
+    row      a stored row; on a TPU whole tiles of 128 numbers, so 1280 for 1152.
+    branch   what the scan reads of a row; on a TPU the tile that its branch lies in, so 256 for 128.
+    code     a sketch.
+    bounds   the certificate's float32 numbers and the membership of a row.
+    together rows that one copy of the fetch moves; 8 on a TPU.
+    passes   times a fetched row crosses the memory bus; 3 where it is gathered into a copy that is then read.
+    """
+
+    row: int
+    branch: int
+    code: int
+    bounds: int = 5
+    together: int = 1
+    passes: int = 1
+
+
+MARGIN = 4  # float32, of every scanned row
+TILE = 128  # numbers in a tile's row
+
+
+def layout(platform: str, latent: int, branch: int, rank: int, itemsize: int = 2) -> Layout:
+    """Of 'tpu', or 'cuda', which reads and gathers single rows."""
+    if platform != "tpu":
+        return Layout((latent + branch) * itemsize, branch * itemsize, rank * 2, passes=3)
+    stored = -(-(latent + branch) // TILE) * TILE
+    return Layout(stored * itemsize, TILE * itemsize, rank * 2, together=8)
+
+
+def attend(device: Layout, rows: int) -> int:
+    """A contiguous range, read once."""
+    return rows * device.row
+
+
+def scan(device: Layout, rows: int) -> int:
+    """Branch, sketch and bounds of every row, and the margin that is written."""
+    return rows * (device.branch + device.code + device.bounds + MARGIN)
+
+
+def scan_copied(device: Layout, rows: int, branch: int) -> int:
+    """The same where the branch lies beside the sketch."""
+    return rows * (branch + device.code + device.bounds + MARGIN)
+
+
+def compact(rows: int, fetched: int) -> int:
+    """The counts of all groups of 128, and the margins of the groups that hold a fetched row."""
+    return rows // 128 * 4 + min(rows, fetched * 128) * MARGIN
+
+
+def fetch(device: Layout, fetched: int) -> int:
+    """Gathered rows, attended."""
+    return fetched * device.together * device.passes * device.row
+
+
+def policy(device: Layout, *, archive: int, tier1: int, tail: int, fetched: int) -> dict[str, int]:
+    """A step of the policy, by what is read."""
+    return {
+        "tier 1": attend(device, tier1),
+        "tail": attend(device, tail),
+        "scan": scan(device, archive),
+        "compact": compact(archive, fetched),
+        "fetch": fetch(device, fetched),
+    }
+
+
+def dense(device: Layout, *, archive: int, tail: int) -> int:
+    """A step that reads every row."""
+    return attend(device, archive + tail)

@@ -1,0 +1,50 @@
+"""Small parts that the kernels are made of."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import blocks, exact
+from kernels_pallas.tiles import live_block
+
+
+@pytest.mark.parametrize("dtype, low, high", [(jnp.bfloat16, -60, 60), (jnp.float16, -1, 15)])
+def test_three_pieces_add_up_to_a_float32(dtype, low, high):
+    """Exactly for bfloat16; for float16 to 2^-29 of 2^15, where its exponents end."""
+    draw = np.random.default_rng(0)
+    x = (draw.normal(size=4000) * 2.0 ** draw.integers(low, high, 4000)).astype(np.float32)
+    x = np.clip(x, -(2.0**15), 2.0**15) if dtype == jnp.float16 else x
+    pieces = exact.pieces(jnp.asarray(x), dtype)
+    assert all(piece.dtype == dtype for piece in pieces)
+    total = sum(np.asarray(piece, np.float64) for piece in pieces)
+    if dtype == jnp.bfloat16:
+        np.testing.assert_array_equal(total, x)
+    else:
+        np.testing.assert_allclose(total, x, rtol=0, atol=2.0 ** (15 - 29))
+
+
+def test_products_of_stacked_pieces_are_products_in_float32():
+    draw = np.random.default_rng(1)
+    query, rows = draw.normal(size=(4, 64)).astype(np.float32), jnp.asarray(draw.normal(size=(50, 64)), jnp.bfloat16)
+    got = exact.collapse(exact.dot(exact.stack(jnp.asarray(query), jnp.bfloat16, 0), rows, (1, 1)), 4)
+    want = query.astype(np.float64) @ np.asarray(rows, np.float64).T
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_past_the_end_is_the_last_one_again():
+    """The pipeline of a TPU kernel copies a block when its index changes: what is past the length costs nothing."""
+    steps = jnp.arange(6)
+    for length, wanted in (
+        (0, [0] * 6),
+        (1, [0] * 6),
+        (128, [0] * 6),
+        (129, [0, 1, 1, 1, 1, 1]),
+        (768, list(range(6))),
+    ):
+        np.testing.assert_array_equal(live_block(steps, jnp.int32(length), 128), wanted)
+
+
+def test_blocks_of_a_device():
+    assert blocks.tpu_blocks("TPU v5p", row_bytes=1280).splits == 2
+    assert blocks.tpu_blocks("TPU v6 lite", row_bytes=1280) == blocks.TpuBlocks()
+    assert blocks.tpu_blocks("TPU v9", row_bytes=1 << 20).attend_rows == 128  # wide rows: fewer at once
