@@ -13,6 +13,7 @@ Published (arXiv 2609.03949, Kimi-Linear-48B-A3B-Base): sigma 1.00 .88 .67; snap
 table prints each figure beside our cell: another model and other needles, so compare orders, not digits.
 
 More: --config.methods=norm+recall,snapkv+recall    any selector, with or without the recall tier
+      --config.methods=tova,kvzip,kmeans,sigma+quest  all names: vestige_jax/baselines/__init__.py
       --config.fetch=16 --config.overflow=truncate  at most 16 rows a step: enough for a single needle
       --config.text=PATH  --config.seed=1  --config.trials=48  --config.needles=5
 """

@@ -53,7 +53,8 @@ class Cells:
     def spec(self, batch: Batch, *, block: int, rows_dtype: str, ratios, **fields: Any) -> CacheSpec:
         """One spec for every method and ratio: tier 1 has room for the largest keep set; smaller ones fit in.
 
-        block 0 is the whole prefix. Raises ValueError where the tail could serve the needle, or would close.
+        block 0 is the whole prefix. Raises ValueError where the tail could serve the needle, or would close, and for a
+        method that cannot be served like this.
         """
         block = block or batch.prefix
         if batch.prefix % block:
@@ -65,7 +66,10 @@ class Cells:
             raise ValueError(f"block={block} must be longer than the {batch.longest} tokens of question and answer")
         capacity, stored = batch.prefix + batch.longest, dtype("rows_dtype", rows_dtype)
         sizes = dict(block=block, ratio=1 / min(ratios), trace=True, dtype=stored)
-        return self.model.config.cache_spec(capacity, **sizes, **fields)
+        spec = self.model.config.cache_spec(capacity, **sizes, **fields)
+        for method in self.methods:
+            serving.check(spec, method)
+        return spec
 
     def prefill(self, spec: CacheSpec, batch: Batch) -> DecoderState:
         """The state of the batch at the cut: computed once, and shared by its cells, whose specs may differ."""

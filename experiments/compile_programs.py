@@ -63,7 +63,7 @@ def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
         margins = kernels_pallas.Margins(_shape(1, rows), _shape(1, -(-rows // 128), dtype=jnp.int32))
         return functools.partial(kernels_pallas.compact, width=fetched, implementation=name), (margins,), ()
 
-    tier1, copied = spec.tier1_rows, account.scan_copied(size, rows, 2 * BRANCH)
+    tier1, copied = spec.tier1_slots, account.scan_copied(size, rows, 2 * BRANCH)
     yield Program("kernel attend, all rows", rows, lambda: attend(rows), account.attend(size, rows))
     yield Program("kernel attend, tier 1", rows, lambda: attend(tier1), account.attend(size, tier1))
     yield Program("kernel scan, branch in place", rows, lambda: scan(BRANCH, RANK), account.scan(size, rows))
@@ -80,7 +80,7 @@ def steps(compiler: Compiler, rows: int, implementation: str | None, name: str) 
     if implementation is None:
         size = dataclasses.replace(size, together=1, passes=3)
     archive = spec.archive_rows
-    moved = account.policy(size, archive=archive, tier1=spec.tier1_rows, tail=BLOCK, fetched=_fetched(spec))
+    moved = account.policy(size, archive=archive, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
     query, row = (_shape(1, *n, LATENT + BRANCH, dtype=jnp.bfloat16) for n in ((HEADS,), ()))
 
     def build(function):
@@ -96,7 +96,7 @@ def account_line(compiler: Compiler, rows: int) -> str:
     """Where the bytes of a step go, per archived row: dense beside the policy, with kernels."""
     spec, size = _spec(compiler, rows, KERNELS[compiler.platform]), _layout(compiler)
     archive = spec.archive_rows
-    parts = account.policy(size, archive=archive, tier1=spec.tier1_rows, tail=BLOCK, fetched=_fetched(spec))
+    parts = account.policy(size, archive=archive, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
     whole, policy = account.dense(size, archive=archive, tail=BLOCK), sum(parts.values())
     each = ", ".join(f"{name} {moved / archive:.0f}" for name, moved in parts.items())
     return (

@@ -22,6 +22,7 @@ FOLDER = ROOT / ".aot"
 _LIBTPU = {"0.10": "libtpu==0.0.42.*", "0.12": "libtpu==0.0.50.*"}  # by jax release
 _TPU_ENVIRONMENT = {  # read by libtpu as it starts: the machine it thinks it is on
     "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs on a TPU: two of us may compile at once
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",

@@ -82,12 +82,10 @@ def order(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float
 
     Args: method -> cost over dense of each trial. 1: the same order; 0: none in common; -1: the reverse.
     """
-    methods = [name for name in one if name in other]
+    methods = [name for name in one if len(one[name]) and len(other.get(name, ()))]
     if len(methods) < 2:
         return nothing("fewer than two methods in common")
     first, second = (np.array([list(group[name]) for name in methods], np.float64) for group in (one, other))
-    if not first.size or not second.size:
-        return nothing("no trial is left")
     rng = np.random.default_rng(0)
     found = [
         kendall(*(side[:, rng.integers(side.shape[1], size=side.shape[1])].mean(1) for side in (first, second)))

@@ -36,19 +36,22 @@ def served(spec: vk.CacheSpec, method: baselines.Method) -> vk.CacheSpec:
     return dataclasses.replace(spec, **changes)
 
 
+@functools.cache
 def check(spec: vk.CacheSpec, method: baselines.Method) -> None:
     """Raises ValueError for a method that cannot be served under this spec. It is traced; nothing is computed."""
     if method.selector is not None:
-        jax.eval_shape(functools.partial(_one_step, served(spec, method), spec, method))
+        jax.eval_shape(functools.partial(_on_zeros, served(spec, method), spec, method))
 
 
-def _one_step(spec, prefilled, method) -> vk.Stats:
-    """Compression and a step on a layer of zeros."""
+def _on_zeros(spec, prefilled, method) -> vk.Cache:
+    """Compression of a layer of zeros, and a step of it where a recall rule has its own conditions."""
     shape = (1, PROMPT_QUERIES, spec.num_heads, spec.row_dim)
     seen = dataclasses.replace(nothing_seen(spec, 1), repeat=jnp.zeros((1, spec.capacity)))
     layer = MLAState(vk.init(prefilled, 1), jnp.zeros(shape), jnp.full(shape[:2], -1, jnp.int32), seen)
     [cache] = _choose(spec, method.selector, method.kind, [layer], jnp.int32(1), jnp.zeros((1, 1), jnp.uint32))
-    return vk.attend(spec, cache, layer.queries[:, 0])[1]
+    if callable(spec.recall):
+        vk.attend(spec, cache, layer.queries[:, 0])
+    return cache
 
 
 def prefill(

@@ -170,7 +170,8 @@ def compact(margins: Margins, width: int, *, implementation: str | None = None) 
     Args: margins as `scan` returns them; width F, static.
     Returns FetchList: position int32 [B, F] ascending, S past the count; count int32 [B]; overflowed bool [B].
     """
-    return fetchlist.compact(margins, width, compare_all=resolve(implementation) == "mosaic_tpu")
+    resolve(implementation)  # plain XLA whatever is chosen; what is unknown is refused
+    return fetchlist.compact(margins, width, tpu=blocks.device().platform == "tpu")
 
 
 def _tpu_problem(rows: Array) -> str | None:

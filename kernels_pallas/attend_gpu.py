@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
-from kernels_pallas.hopper import ROW, tiled, transposed
+from kernels_pallas.hopper import ROW, TILE, tiled, transposed
 from kernels_pallas.parts import Part
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
@@ -32,13 +32,13 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
     batch, queries, _ = query.shape
     rows = lax.bitcast_convert_type(rows, float_dtype(rows))
     size = blocks.attend_rows
-    rows = pad_axis(rows, 1, round_up(rows.shape[1], size))  # a copy, of a buffer that is not a whole number of blocks
+    rows = pad_axis(rows, 1, max(size, round_up(rows.shape[1], TILE)))  # a copy, of a buffer of broken groups
     tiles = pl.cdiv(queries, QUERIES)
     query = pad_axis(pad_axis(query.astype(rows.dtype), 1, tiles * QUERIES), 2, rows.shape[2])
     query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
     length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
     length = pad_axis(length, 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
-    splits = max(1, min(rows.shape[1] // size, blocks.attend_ctas // (batch * tiles)))
+    splits = max(1, min(pl.cdiv(rows.shape[1], size), blocks.attend_ctas // (batch * tiles)))
 
     lead = (batch, tiles, splits)
     out, sums = plgpu.kernel(
@@ -72,6 +72,10 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
     strip = min(_STRIP, half)
     columns = [pl.ds(pl.multiple_of(group * half + i, strip), strip) for i in range(0, half, strip)]
 
+    def place(j):  # the slots of a block begin at `first`; the last block is moved back to end where the rows do
+        first = (split + j * splits) * size
+        return first, jnp.minimum(first, rows.shape[1] - size)
+
     def body(queries, buffers, lengths, arrived, free, ready, *spare):
         @pl.when(group == _WORKERS)
         def _():
@@ -85,7 +89,7 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                start = (split + j * splits) * size
+                _, start = place(j)
                 plgpu.copy_gmem_to_smem(rows.at[b, pl.ds(start, size), :], buffers.at[slot], arrived.at[slot])
 
         @pl.when(group < _WORKERS)
@@ -111,8 +115,9 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
                     return result[...]
 
                 score = scale * pl.run_scoped(products, plgpu.ACC((_TILE, size), jnp.float32))
-                column = plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 1, layout=plgpu.Layout.WGMMA)
-                seen = column + (split + j * splits) * size < _across(own, score)
+                first, start = place(j)
+                slots = start + plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 1, layout=plgpu.Layout.WGMMA)
+                seen = (slots >= first) & (slots < _across(own, score))
                 score = jnp.where(seen, score, -jnp.inf)
                 new = jnp.maximum(peak, score.max(1))
                 floor = jnp.where(new == -jnp.inf, 0.0, new)  # no row yet: weights exp(-inf) = 0, never NaN

@@ -64,11 +64,13 @@ class Device:
 
 
 def device() -> Device:
-    """The device being traced for: that of `jax.sharding.use_abstract_mesh` where it names one, else the default."""
+    """The device being traced for: that of the mesh in use where it names one, else jax's default device."""
     target = get_abstract_mesh().abstract_device
     if target is not None and target.platform is not None:
         return Device(target.platform, target.device_kind)
-    default = jax.devices()[0]
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
     return Device(default.platform, default.device_kind)
 
 

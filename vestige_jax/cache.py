@@ -46,7 +46,7 @@ class Tail(_Rows):
 class Tier1(_Rows):
     """A compact copy of the kept rows, in position order."""
 
-    words: Array  # [B, M, W] bits of the rows
+    words: Array  # [B, M, W] bits of the rows, M in whole groups of 8
     position: Array  # [B, M] int32, -1 past count
     count: Array  # [B] int32
 
@@ -108,7 +108,7 @@ class Cache:
 def init(spec: CacheSpec, batch: int) -> Cache:
     """An empty cache for `batch` sequences, with the provisional index: first K unit vectors, gate open, z_max."""
     spec.nbytes(batch)  # refuses a batch that is not a positive integer
-    rows, slots, kept = row_words(spec.row_dim), spec.archive_rows, spec.tier1_rows
+    rows, slots, kept = row_words(spec.row_dim), spec.archive_rows, spec.tier1_slots
     word = word_dtype(spec.dtype)
     basis, step = provisional(spec, batch)
     numbers, kind = spec.code_layout

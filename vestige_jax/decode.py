@@ -157,7 +157,7 @@ def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
     none = jnp.zeros_like(cache.fault)
     kept, closed, total = cache.tier1.count, cache.archive.closed, length(cache)
     fetched = jnp.where(serve_dense, closed - kept, none if recalled is None else recalled.fetched)
-    merged = 0 if cache.merged is None else jnp.where(serve_dense, 0, cache.merged.count)
+    tier1 = kept if cache.merged is None else kept + jnp.where(serve_dense, 0, cache.merged.count)
     return Stats(
         kept=kept,
         fired=none if recalled is None else recalled.fired,
@@ -165,7 +165,7 @@ def _stats(spec, cache, recalled: Recalled | None, serve_dense) -> Stats:
         overflowed=none.astype(bool) if recalled is None else recalled.overflowed,
         clamped=cache.calibration.clamped,
         gate=none.astype(jnp.float32) if recalled is None else recalled.gate.mean(-1, dtype=jnp.float32),
-        attended=(kept + merged + cache.tail.length + fetched) / jnp.maximum(total, 1),
+        attended=(tier1 + cache.tail.length + fetched) / jnp.maximum(total, 1),
         fault=cache.fault,
         rows=_traced(spec, cache, recalled, serve_dense) if spec.trace else None,
     )

@@ -165,7 +165,7 @@ def _keep_set(spec, cache, kept):
 
 
 def _fill_tier1(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:
-    position, count = members(kept, spec.tier1_rows)
+    position, count = members(kept, spec.tier1_slots)
     filled = position < spec.archive_rows
     rows = take_rows(cache.archive.words, position)
     tier1 = Tier1(select(filled, rows, jnp.zeros_like(rows)), jnp.where(filled, position, -1), count)

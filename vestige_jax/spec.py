@@ -169,6 +169,11 @@ class CacheSpec:
         return self.keep_count(self.archive_rows) + self.sinks
 
     @property
+    def tier1_slots(self) -> int:
+        """Room for M rows in groups of 8, as devices copy them: a kernel would first pad the whole tier."""
+        return -(-self.tier1_rows // 8) * 8
+
+    @property
     def fetch_widths(self) -> tuple[int, ...]:
         """Static gather widths; a step runs at the smallest that fits what fired."""
         most = min(self.fetch, self.archive_rows)
@@ -243,7 +248,7 @@ class CacheSpec:
         code = numbers * kind.itemsize
         per_sequence = {
             "tail": self.block * row + 4,
-            "tier1": self.tier1_rows * (row + 4) + 4,
+            "tier1": self.tier1_slots * (row + 4) + 4,
             "archive": self.archive_rows * (row + 4 + 1) + 4,
             "index": self.archive_rows * (code + 4 * self.certificate_terms) + 4 * (self.steps + self._map_floats),
             "calibration": self.query_buffer * (query + 4) + 4 + 4 + 1 + 4 + 1,

@@ -127,6 +127,18 @@ def test_where_the_needle_was(finished):
     assert_array_equal(everything, np.ones((3 * len(METHODS), 1)))
 
 
+@pytest.mark.slow
+def test_methods_that_observe_more_share_the_prefill(folder, tmp_path):
+    """A second reading, moments, one budget for all layers, merged rows."""
+    names = ("tova", "expected_attention", "kvzip", "kvzip_global", "kmeans", "keepkv", "nuke", "norm+recall")
+    needle.main(make_config(folder, methods=names, trials=2), tmp_path / "out")
+    rows = read(tmp_path / "out")
+    assert len(rows) == 2 * (1 + 2 * len(names)) and np.isfinite([row["nll"] for row in rows]).all()
+    for name in names:
+        same = np.allclose(nll(rows, name, 1), nll(rows, "dense", 1), rtol=1e-4)
+        assert same == (name != "nuke")
+
+
 # A killed run goes on
 
 
@@ -334,6 +346,17 @@ def test_the_table_names_the_model_of_a_published_figure_and_warns():
     assert "Kimi" not in other
 
 
+@pytest.mark.slow
+def test_recall_by_pages(folder, tmp_path):
+    """floor(64 / 16) pages of 16 rows, or two of 32, less what tier 1 holds of them."""
+    needle.main(make_config(folder, methods=("sigma+quest", "random+arkvale_mean"), ratios=(16,), trials=2), tmp_path)
+    rows = [row for row in read(tmp_path) if row["method"] != "dense"]
+    assert len(rows) == 4
+    for row in rows:
+        assert 32 <= row["fetched_per_step"] <= 64 and row["fire_rate"] == 1 and row["overflow"] == 0
+        assert row["attended"] < 1
+
+
 # The grid and the configs
 
 
@@ -383,6 +406,7 @@ def test_configs():
         ({"checkpoint": ""}, "checkpoint='' must be a folder"),
         ({"rows_dtype": "int8"}, "rows_dtype='int8' must be float32 or bfloat16"),
         ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
+        ({"methods": ("sigma_pca8",)}, "width=8 must be at most branch_dim=4"),
         ({"text": "no/such/file"}, "no/such/file.*does not exist"),
         ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder"),
     ],

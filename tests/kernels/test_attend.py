@@ -18,7 +18,6 @@ from tests.kernels.cases import (
     parts_close,
     quick,
     rows_and_query,
-    runs,
     same,
 )
 
@@ -51,8 +50,6 @@ FAST_RANGE = {(backend, "tiny", jnp.bfloat16) for backend in BACKENDS}
 
 @pytest.mark.parametrize("backend, size, dtype", quick(FAST_RANGE, BACKENDS, SIZES, DTYPES))
 def test_attend(backend, size, dtype, monkeypatch):
-    if not runs(backend, dtype):
-        return
     rows, query, latent, scale = rows_and_query(size, dtype)
     anything = jnp.nan if backend == "mosaic_tpu" else 1e30  # a TPU pads blocks with what lies in memory
     with running(backend, monkeypatch):
@@ -85,8 +82,6 @@ FAST_LIST = {(backend, "tiny", jnp.bfloat16) for backend in BACKENDS[:2]}
 
 @pytest.mark.parametrize("backend, size, dtype", quick(FAST_LIST, BACKENDS, SIZES, DTYPES))
 def test_attend_list(backend, size, dtype, monkeypatch):
-    if not runs(backend, dtype):
-        return
     rows, query, latent, scale = rows_and_query(size, dtype)
     draw = np.random.default_rng(7)
     chosen = np.stack([np.sort(draw.choice(SLOTS, LISTED, replace=False)) for _ in range(3)]).astype(np.int32)
@@ -107,8 +102,6 @@ def test_attend_list(backend, size, dtype, monkeypatch):
 @pytest.mark.parametrize("backend, dtype", quick({("xla", jnp.bfloat16)}, BACKENDS, DTYPES))
 def test_a_fetched_row_arrives_bit_for_bit(backend, dtype, monkeypatch):
     """Attention over one row is that row: every word of it, whatever way it was moved."""
-    if not runs(backend, dtype):
-        return
     rows, query, latent, scale = rows_and_query("kimi", dtype, slots=64)
     rows = rows * jnp.asarray(np.random.default_rng(8).choice([1e-20, 1.0, 1e20], rows.shape), dtype)
     at = np.array([0, 13, 63])

@@ -9,7 +9,7 @@ import kernels_pallas
 from kernels_pallas.words import to_words
 from tests.kernels import oracle
 from tests.kernels.backends import running
-from tests.kernels.cases import BACKENDS, DTYPES, SIZES, SLOTS, close, normal, quick, runs, same
+from tests.kernels.cases import BACKENDS, DTYPES, SIZES, SLOTS, close, normal, quick, same
 
 SCANS = ("ragged", "empty", "all", "none", "closed")
 RANKS = {"kimi": (0, 64, 128, 192), "16 heads": (0, 64, 128, 192), "tiny": (0, 8)}
@@ -46,8 +46,6 @@ FAST_SCAN = {(backend, ("tiny", 8), jnp.bfloat16) for backend in BACKENDS}
 
 @pytest.mark.parametrize("backend, sized, dtype", quick(FAST_SCAN, BACKENDS, SIZED_RANKS, DTYPES))
 def test_scan(backend, sized, dtype, monkeypatch):
-    if not runs(backend, dtype):
-        return
     size, rank = sized
     code_dtype = jnp.float16 if backend == "mosaic_gpu" and size == "16 heads" else jnp.bfloat16
     terms = 2 if size == "tiny" else 1

@@ -1,4 +1,4 @@
-"""A cache as it is on a TPU, rows padded to whole tiles, gives what it gives on a CPU."""
+"""A step on kernels is a step in plain XLA; on a TPU with rows padded to whole tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ def serve(implementation):
 
 
 @pytest.mark.slow
-def test_a_step_on_a_tpu_is_a_step_on_a_cpu(monkeypatch):
+@pytest.mark.parametrize("backend, width", [("mosaic_tpu", 128), ("mosaic_gpu", 48)])
+def test_a_step_on_kernels_is_a_step_on_a_cpu(backend, width, monkeypatch):
     expected, plain = serve("xla")
-    with running("mosaic_tpu", monkeypatch):
-        outputs, cache = serve("mosaic_tpu")
-    assert cache.archive.words.shape[2] == 128 and plain.archive.words.shape[2] == 48
+    with running(backend, monkeypatch):
+        outputs, cache = serve(backend)
+    assert cache.archive.words.shape[2] == width and plain.archive.words.shape[2] == 48
     for part in ("tail", "tier1", "archive"):
         words = np.asarray(getattr(cache, part).words)
         np.testing.assert_array_equal(words[..., :48], getattr(plain, part).words, err_msg=part)
