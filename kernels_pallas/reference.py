@@ -12,7 +12,7 @@ from kernels_pallas.words import to_floats
 
 Array = jax.Array
 
-CHUNK = 1024  # rows a pass holds at once: their scores stay in a core's cache
+CHUNK = 256  # rows a pass holds at once: they stay in a core's cache, and the last pass looks at few rows too many
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
