@@ -108,12 +108,12 @@ CLAIMS = {
         paper=".229 of records (multikey_3)", quantity="missed at the answers, pairs", at_least=0.1
     ),
     "starved: tier 1 matters, many needles": dict(
-        paper="asked for, no figure",
+        paper="it must where fetches are few; no figure",
         quantity="vestige over random+recall, many, fetch 1",
         at_least=0.1,
     ),
     "starved: tier 1 matters, pairs": dict(
-        paper="asked for, no figure",
+        paper="it must where fetches are few; no figure",
         quantity="vestige over random+recall, pairs, fetch 1",
         at_least=0.1,
     ),

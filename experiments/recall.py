@@ -41,7 +41,8 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
                 answers.fill(run)
         for listening in lab.texts():
             listening.fill(run)
-        recall_report.write(run, config, lab.tau, [workload for workload in answered if workload])
+        facts = dict(tau=lab.tau, latent=lab.cells.model.config.latent_dim)
+        recall_report.write(run, config, list(filter(None, answered)), **facts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ RATIOS = {
     "rows_per_query": ("rows", "steps"),
 }
 """What a table shows, as counts of `held_out.measure`: how many of what."""
+PUBLISHED_LATENT = 512
 LEGEND = """\
 {published}. Held out: queries of the text behind the cut (first kind > second kind), one head of one position each, of
 all layers. coverage: the best row of a hard query fires for its own head (target {tau:g}); hard recall: it is fetched;
@@ -36,14 +37,17 @@ bootstrap over sequences."""
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write(run: Run, config: ml_collections.ConfigDict, tau: float, answered: Sequence) -> None:
-    """summary.csv, claims.csv, both figures, and the tables on the screen."""
+def write(run: Run, config: ml_collections.ConfigDict, answered: Sequence, *, tau: float, latent: int) -> None:
+    """summary.csv, claims.csv, both figures, and the tables on the screen.
+
+    answered: the workload of each kind that dense attention answers; tau, the target of coverage; latent, R.
+    """
     rows = list(run.rows)
     kinds = {workload.name: workload.kind for workload in answered}
     trials = [row for row in rows if row["table"] != HELD_OUT]
     heard = [row for row in rows if row["table"] == HELD_OUT]
     needle_cells = sheets.summarise(trials, PLACE)
-    text_cells = list(summarise(heard, config))
+    text_cells = list(summarise(heard, config, latent))
     order = ("reach", "recovery", "starved", "knobs")
     needle_cells.sort(key=lambda cell: (order.index(cell["table"]), cell["prefix"], cell["workload"]))
     summary = [_row(cell) for cell in (*needle_cells, *text_cells)]
@@ -56,8 +60,11 @@ def write(run: Run, config: ml_collections.ConfigDict, tau: float, answered: Seq
     print(f"\n{claims.write(run, config.claims, estimates(rows, kinds, config))}")
 
 
-def summarise(rows: Rows, config: ml_collections.ConfigDict) -> Iterator[dict[str, Any]]:
-    """A cell for each held-out variant: shares pooled over layers and sequences, None where nothing was hard."""
+def summarise(rows: Rows, config: ml_collections.ConfigDict, latent: int) -> Iterator[dict[str, Any]]:
+    """A cell for each held-out variant: shares pooled over layers and sequences, None where nothing was hard.
+
+    Published ranks are of a latent of 512: they stand beside the same share of ours.
+    """
     groups: dict[tuple, list] = {}
     for row in rows:
         groups.setdefault(tuple(row[field] for field in PLACE), []).append(row)
@@ -71,7 +78,8 @@ def summarise(rows: Rows, config: ml_collections.ConfigDict) -> Iterator[dict[st
         )
         cell["recall_at"] = text or None
         cell["lo"], cell["hi"] = (ratio(group, "covered", "hard").low, ratio(group, "covered", "hard").high)
-        cell["published"] = None
+        rank = cell["variant"].removeprefix("rank=")
+        cell["published"] = _ranks(int(rank) * PUBLISHED_LATENT // latent) if rank.isdigit() else None
         yield cell
 
 
@@ -187,7 +195,9 @@ def _heard(rows: Rows, workload: str, variant: str, method: str) -> Rows:
 
 
 def _published(cell: Mapping[str, Any]) -> str | None:
-    """Recovery was published at 4096 tokens; ranks are those of a latent of 512, and are not compared cell by cell."""
+    """The figure of the same cell; recovery was published for one needle."""
+    if cell["table"] == HELD_OUT:
+        return cell["published"]
     if cell["table"] == "recovery" and cell["workload"] == "1 needle":
         return published.beside("intact", method=cell["method"], ratio=cell["ratio"], prefix=cell["prefix"])
     return None
@@ -212,17 +222,17 @@ def _tables(needle_cells: Rows, text_cells: Rows, config: ml_collections.ConfigD
     columns += ["fetched", "fires", "overflow", "dropped", "published"]
     parts = [tables.render([_line(cell) for cell in needle_cells], columns), "Held-out queries:"]
     shares = ["workload", "variant", "method", "sequences", "coverage", "95%", "hard_recall", "hard_share", "fire_rate"]
-    shares += ["rows_per_query", "gate_open", "gate_open_hard", "recall_at"]
+    shares += ["rows_per_query", "gate_open", "gate_open_hard", "recall_at", "published"]
     parts.append(tables.render([_heard_line(cell) for cell in text_cells], shares))
-    ranks = [f"K={rank}: {_ranks(rank)}" for rank in (64, 128, 192, 256)]
-    parts.append("published, at R = 512 (model not stated): " + "; ".join(ranks))
     legend = LEGEND.format(published=published.legend(), tau=tau)
     return "\n\n".join([*parts, legend, needle_report.CAUTION])
 
 
-def _ranks(rank: int) -> str:
+def _ranks(rank: int) -> str | None:
+    """What was published for a rank of 512."""
     names = {"fire rate": "fire rate", "rows per query": "rows", "hard recall": "hard recall"}
-    return ", ".join(f"{short} {figure}" for name, short in names.items() for figure in published.find(name, rank=rank))
+    found = [f"{short} {figure}" for name, short in names.items() for figure in published.find(name, rank=rank)]
+    return f"rank {rank} of {PUBLISHED_LATENT}: {', '.join(found)}" if found else None
 
 
 def _line(cell: Mapping[str, Any]) -> dict[str, Any]:

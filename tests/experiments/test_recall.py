@@ -157,6 +157,14 @@ def test_rows_of_one_rank_over_those_of_another():
     assert recall_report.quotient(low, [], "rows", "steps").value is None
 
 
+def test_a_published_rank_stands_beside_the_same_share_of_ours():
+    config = recall_config.get_config()
+    same = {f"top{j}": [1, 1] for j in config.recall_at}
+    rows = [heard("rank=4", 0, **same), heard("rank=2", 0, **same), heard("base", 0, **same)]
+    found = [cell["published"] for cell in recall_report.summarise(rows, config, 32)]
+    assert found == ["rank 64 of 512: fire rate 0.028, rows 15.2, hard recall 0.95", None, None]
+
+
 def test_every_claim_on_held_out_text_is_about_something_that_is_measured():
     config = recall_config.get_config()
     variants = ["base", "sound", "gate off", *(f"rank={rank}" for rank in config.ranks)]
