@@ -69,7 +69,9 @@ class Lab:
         with reading_input():
             _check(config)
             loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
-            self.cells = Cells(config.checkpoint, **loading)
+            named = map(baselines.method, (*config.methods, *config.starved_methods, *config.other_recalls))
+            reading = [method for method in named if method.rereads]  # none of the others looks at a second reading
+            self.cells = Cells(config.checkpoint, **loading, methods=reading)
             other = corpus.load(config.other_text)
             self.prose = {"prose": self.cells.prose, "code": needles.Prose(other, self.cells.prose.encoder)}
             self.workloads = _workloads(config)
@@ -215,8 +217,6 @@ def _check(config: ml_collections.ConfigDict) -> None:
             raise ValueError(f"{name}={config[name]} must be whole numbers of at least {least}")
     if config.queries >= config.text_prefix:
         raise ValueError(f"queries={config.queries} must be fewer than text_prefix={config.text_prefix}, a block")
-    for name in (*config.methods, *config.starved_methods, *config.other_recalls):
-        baselines.method(name)
     if config.seed < 0:
         raise ValueError(f"seed={config.seed} must be at least 0")
 
