@@ -44,14 +44,14 @@ def test_overlaps_by_hand():
     mass[2, [1, 3]], mass[3, [1, 7]] = 1, 1  # one of them, then both, still get the most
     mass[2:4, 12] = 9  # rows behind the cut do not count
     mass[1, [0, 2]] = 1  # SnapKV's
-    mass[4, [1, 3]], mass[5, [0, 3]] = 1, 1
+    mass[4, [1, 3]], mass[5, [0, 2]] = 1, 1
     mass[5, 5] = 9  # nor do rows of the first window, for votes
     found = jax.jit(dividends.overlaps, static_argnums=0)(own, mass)
     assert {name: float(value) for name, value in found.items()} == {
         "h2o overlap +2": 0.5,
         "h2o overlap +8": 1.0,
         "snapkv overlap +2": 0.0,
-        "snapkv overlap +8": 0.5,
+        "snapkv overlap +8": 1.0,
     }
 
 
