@@ -32,6 +32,7 @@ class Anatomy:
     latent_dim: int  # R: a row is [latent R | branch P]
     scale: float
     theta: float  # of the model's config; says how a model without rotation would be rotated
+    yarn: rope.Yarn | None = None  # its frequencies; plain vectors have its amplitude already
 
     def rotated(self) -> tuple[Array, Array]:
         """(rows, queries) with the branch of the plain ones rotated by position: one model, as if it had RoPE.
@@ -45,7 +46,7 @@ class Anatomy:
         """Plain rows or queries [..., C] with the branch rotated by `positions`, int32, which broadcast to [...]."""
         latent, branch = vectors[..., : self.latent_dim], vectors[..., self.latent_dim :]
         positions = jnp.broadcast_to(positions, branch.shape[:-1])
-        return jnp.concatenate([latent, rope.rotate(branch, positions, self.theta)], axis=-1)
+        return jnp.concatenate([latent, rope.rotate(branch, positions, self.theta, self.yarn)], axis=-1)
 
 
 def dissect(model: Decoder, ids: np.ndarray, positions: np.ndarray) -> Anatomy:
@@ -67,7 +68,9 @@ def dissect(model: Decoder, ids: np.ndarray, positions: np.ndarray) -> Anatomy:
         raise ValueError(f"ids has values in [{ids.min()}, {ids.max()}], the vocabulary has {words} entries")
     used, plain = _dissect(*nnx.split(model), jnp.asarray(ids, jnp.int32), jnp.asarray(positions, jnp.int32))
     attention = model.layers[layers[0]].self_attn
-    facts = dict(latent_dim=attention.latent, scale=attention.scale, theta=model.config.rope_theta)
+    yarn = model.config.rope_scaling
+    yarn = yarn and dataclasses.replace(yarn, mscale=yarn.mscale_all_dim)
+    facts = dict(latent_dim=attention.latent, scale=attention.scale, theta=model.config.rope_theta, yarn=yarn)
     return Anatomy(*used, *(plain or used), jnp.asarray(positions, jnp.int32), layers, **facts)
 
 

@@ -54,7 +54,8 @@ class Arm:
 def load(config: ml_collections.ConfigDict, turned: bool = False) -> dict[str, Arm]:
     """The arms of `checkpoint` and `twin`; an empty twin leaves its arm out, `turned` adds that arm.
 
-    A rotated checkpoint is the rope arm. Raises ValueError where it has a twin, or where the twin is not rotated.
+    A rotated checkpoint is the rope arm. Grouped queries have no branch to turn. Raises ValueError where a rotated
+    checkpoint has a twin, or where the twin is not rotated.
     """
     if not config.checkpoint:
         raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
@@ -63,7 +64,9 @@ def load(config: ml_collections.ConfigDict, turned: bool = False) -> dict[str, A
     if first.model.config.rotated:
         found = {"rope": first}
     else:
-        found = {"nope": first} | ({"turned": dataclasses.replace(first, turned=True)} if turned else {})
+        found = {"nope": first}
+        if turned and not first.model.config.grouped:
+            found["turned"] = dataclasses.replace(first, turned=True)
     if config.twin:
         twin = _load(config.twin, config.weights_dtype, text, first)
         if "rope" in found or not twin.model.config.rotated:

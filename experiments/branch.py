@@ -149,7 +149,7 @@ def paper(quantity: str, layer: Any) -> str | None:
 def _weights_by_layer() -> str:
     figures = [figure for figure in published.FIGURES if figure.quantity == "branch/content norm ratio"]
     layers = ",".join(str(figure.where["layer"]) for figure in figures)
-    return f"{' '.join(map(str, figures))} (layers {layers}, {published.SHORT[figures[0].model]})"
+    return f"{' '.join(map(str, figures))} (layers {layers.replace(',', ', ')}, {published.SHORT[figures[0].model]})"
 
 
 def figure(measured: Measured) -> list[panels.Panel]:

@@ -193,8 +193,14 @@ def figure(measured: Measured, sizes: Sizes) -> list[panels.Panel]:
         panels.along(measured, "H2O: top rows still valid", "tokens later", behind("h2o")),
         panels.along(measured, "SnapKV: votes still valid", "tokens later", behind("snapkv")),
         panels.along(measured, f"mass on the first {sizes.sinks} rows", "position", octaves),
-        panels.along(measured, "shares", "", {"pages pruned": PAGES, "rows merged": MERGED}),
-        panels.along(measured, f"left by {sizes.rank} columns", "", {name.split()[-1]: name for name in SKETCH[:2]}),
+        panels.along(measured, "shares", "", {"pages pruned": PAGES, "rows merged": MERGED}, joined=False),
+        panels.along(
+            measured,
+            f"left by {sizes.rank} columns, of",
+            "",
+            {"content scores": SKETCH[0], "spread of scores": SKETCH[1]},
+            joined=False,
+        ),
         panels.along(measured, "eta over length of the latent", "quantile", {name[4:]: name for name in SKETCH[2:]}),
     ]
 

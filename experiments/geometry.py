@@ -186,7 +186,7 @@ def paper(quantity: str, layer: Any) -> str | None:
 def figure(measured: Measured, sizes: Sizes) -> list[panels.Panel]:
     ticks = {f"top-{top}": name for name, top in sizes.unions.items()}
     return [
-        panels.along(measured, "winner union, share of prefix", "of each step and head", ticks),
+        panels.along(measured, "winner union, share of prefix", "of each step and head", ticks, joined=False),
         panels.along(measured, f"overlap of the top {sizes.best}", "tokens later", _ticks(sizes.overlaps)),
         panels.along(measured, "rows that lead a class", "tolerance", _ticks(sizes.distincts)),
     ]

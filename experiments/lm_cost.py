@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from configs import lm_cost as lm_cost_config
-from experiments import lm_cost_report, windows
+from experiments import lm_cost_report, serving, windows
 from experiments.cells import Cells
 from experiments.checkpoints import fingerprint
 from experiments.runner import Run, launch, reading_input
@@ -45,13 +45,16 @@ class Lab:
         with reading_input():
             _check(config)
             self.methods = {name: baselines.method(name) for name in dict.fromkeys(("dense", *config.methods))}
-            self.cells = Cells(config.checkpoint, **{name: config[name] for name in ("text", "weights_dtype", "chunk")})
+            loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
+            self.cells = Cells(config.checkpoint, **loading, methods=self.methods.values())
             length = config.prefix + config.tokens
             ids = windows.draw(self.cells.prose, seed=config.seed, count=config.windows, length=length)
             self.batches = windows.batches(ids, config.prefix, config.batch)
             # One layout for every method and ratio: tier 1 has room for the largest keep set; smaller ones fit in.
             changes = dict(ratio=1 / min(config.ratios), block=config.block or config.prefix)
             self.spec = windows.cache_spec(self.cells.model, config, config.prefix, config.tokens, **changes)
+            for method in self.methods.values():
+                serving.check(self.spec, method)
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
             self.identity.weights = fingerprint(self.cells.folder)

@@ -66,15 +66,19 @@ def nested(first: np.ndarray, second: np.ndarray, *, paired: bool, draws: int = 
     Arrays [checkpoints, trials]; paired: the same checkpoints are drawn on both sides. Trials are the same on both.
     """
     rng = np.random.default_rng(0)
-    found = []
-    for _ in range(draws):
-        trials = rng.integers(first.shape[1], size=first.shape[1])
-        mine = rng.integers(len(first), size=len(first))
-        others = mine if paired else rng.integers(len(second), size=len(second))
-        with np.errstate(invalid="ignore"):
-            found.append(np.nanmean(first[mine][:, trials]) - np.nanmean(second[others][:, trials]))
+    trials = rng.integers(first.shape[1], size=(draws, 1, first.shape[1]))
+    mine = rng.integers(len(first), size=(draws, len(first), 1))
+    others = mine if paired else rng.integers(len(second), size=(draws, len(second), 1))
+    found = _mean(first[mine, trials]) - _mean(second[others, trials])
     low, high = np.nanquantile(found, (0.025, 0.975))
     return float(low), float(high)
+
+
+def _mean(drawn: np.ndarray) -> np.ndarray:
+    """Mean of each draw over what is not NaN; NaN where nothing is."""
+    there = np.isfinite(drawn)
+    count = there.sum((1, 2))
+    return np.where(count > 0, np.where(there, drawn, 0).sum((1, 2)) / np.maximum(count, 1), np.nan)
 
 
 def order(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]], draws: int = 500) -> Estimate:
@@ -82,12 +86,10 @@ def order(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float
 
     Args: method -> cost over dense of each trial. 1: the same order; 0: none in common; -1: the reverse.
     """
-    methods = [name for name in one if name in other]
+    methods = [name for name in one if len(one[name]) and len(other.get(name, ()))]
     if len(methods) < 2:
         return nothing("fewer than two methods in common")
     first, second = (np.array([list(group[name]) for name in methods], np.float64) for group in (one, other))
-    if not first.size or not second.size:
-        return nothing("no trial is left")
     rng = np.random.default_rng(0)
     found = [
         kendall(*(side[:, rng.integers(side.shape[1], size=side.shape[1])].mean(1) for side in (first, second)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,13 +17,14 @@ COLOURS = {"nope": plots.BLUE, "turned": plots.COLOURS[4], "rope": plots.COLOURS
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Values along an axis of `ticks`, one line per arm; `note` stands under the title, as what was published."""
+    """Values at `ticks`, a colour for each arm, `joined` where the ticks are in order; `note`: what was published."""
 
     title: str
     x_label: str
     ticks: Sequence[str]
     lines: dict[str, Sequence[Estimate]]
     note: str | None = None
+    joined: bool = True
 
 
 def by_layer(measured: Measured, quantity: str, note: str | None = None) -> Panel:
@@ -37,11 +39,11 @@ def by_layer(measured: Measured, quantity: str, note: str | None = None) -> Pane
     return Panel(quantity, "layer", [str(layer) for layer in layers], lines, note)
 
 
-def along(measured: Measured, title: str, x_label: str, quantities: dict[str, str], note: str | None = None) -> Panel:
+def along(measured: Measured, title: str, x_label: str, quantities: dict[str, str], joined: bool = True) -> Panel:
     """The layer means of several quantities, tick -> quantity, side by side."""
     names = measured.arms(next(iter(quantities.values())))
     lines = {arm: [measured.mean(arm, quantity) for quantity in quantities.values()] for arm in names}
-    return Panel(title, x_label, list(quantities), lines, note)
+    return Panel(title, x_label, list(quantities), lines, joined=joined)
 
 
 def draw(path: pathlib.Path, parts: Sequence[Panel], title: str, columns: int = 3) -> None:
@@ -64,11 +66,14 @@ def _draw(place, part: Panel) -> None:
     for (arm, values), by in zip(part.lines.items(), shift, strict=True):
         middle = np.array([value.value for value in values])
         ends = np.array([[value.low, value.high] for value in values]).T
-        style = dict(fmt="o-", markersize=4, linewidth=1, capsize=2, color=COLOURS[arm], label=arm)
+        style = dict(
+            fmt="o-" if part.joined else "o", markersize=4, linewidth=1, capsize=2, color=COLOURS[arm], label=arm
+        )
         place.errorbar(np.arange(len(values)) + by, middle, np.abs(ends - middle), **style)
     plots.clean(place)
     place.set_xticks(range(len(part.ticks)), part.ticks)
     place.set_xlabel(part.x_label, fontsize=8, color=plots.INK)
-    place.set_ylim(min(0.0, place.get_ylim()[0]), None)
-    note = f"\npublished {part.note}" if part.note else ""
-    place.set_title(part.title + note, fontsize=8, color=plots.INK)
+    low, high = place.get_ylim()
+    place.set(xlim=(-0.5, len(part.ticks) - 0.5), ylim=(min(0.0, low), high + 0.05 * (high - min(0.0, low))))
+    note = textwrap.wrap(f"published {part.note}", 38) if part.note else []
+    place.set_title("\n".join([part.title, *note]), fontsize=8, color=plots.INK)

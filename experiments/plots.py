@@ -149,7 +149,7 @@ def dots(
     panels[0].set_yticks(range(len(names)), names)
     panels[0].set_ylim(len(names) - 0.5, -0.5)
     marks = [matplotlib.lines.Line2D([], [], marker="o", linestyle="", color=COLOURS[i]) for i in range(len(kinds))]
-    figure.legend(marks, kinds, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False, labelcolor=INK)
+    figure.legend(marks, kinds, loc="outside right center", fontsize=8, frameon=False, labelcolor=INK)
     figure.supxlabel(x_label, fontsize=9, color=INK)
     figure.suptitle(title, fontsize=10, color=INK)
     save(figure, path)

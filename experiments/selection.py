@@ -21,7 +21,7 @@ from experiments.runner import Run, launch, reading_input
 from experiments.selection_report import Reach
 from experiments.sheets import Column, Sheet
 from experiments.twins import Twin
-from vestige_jax import baselines
+from vestige_jax import baselines, models
 from vestige_jax.spec import CacheSpec
 
 KEY = ("table", "checkpoint", "prefix", "method", "ratio", "trial")
@@ -111,7 +111,9 @@ class Lab:
         block: int = 0,
         allow_rope: bool = True,
     ) -> Sheet:
-        config, cells = self.config, self._load(twin, columns)
+        config, branch = self.config, models.ModelConfig.from_json(checkpoint_folder(twin.path)).branch_dim
+        columns = [(name, ratio) for name, ratio in columns if _width(name) < branch]  # all of it is sigma itself
+        cells = self._load(twin, columns)
         facts = dict(prefix=prefix, seed=config.seed, template=config.template, split=split)
         drawn = [needles.trial(cells.prose, i, **facts) for i in range(trials)]
         batches = sheets.batches(prefix, drawn, batch)
@@ -126,7 +128,6 @@ class Lab:
         made = [
             Column({"method": name, "ratio": ratio}, specs[_merges(name)], baselines.method(name), ratio)
             for name, ratio in columns
-            if _width(name) < specs[False].branch_dim
         ]
         place = {"table": table, "checkpoint": twin.name, "prefix": prefix}
         return Sheet(place, cells, batches, made, config.seed, config.dense_below, {"weights": twin.weights})

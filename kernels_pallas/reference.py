@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.codes import to_float32
 from kernels_pallas.parts import Part, empty, merge
 from kernels_pallas.words import to_floats
 
 Array = jax.Array
 
-CHUNK = 1024  # rows a pass holds at once: their scores stay in a core's cache
+CHUNK = 256  # rows a pass holds at once: they stay in a core's cache, and the last pass looks at few rows too many
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -66,7 +67,7 @@ def scan(branch, sketch, residual, threshold, rows, code, bound, member, length,
         size = chunk.shape[1]
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         score = _einsum("bhp,bsp->bhs", branch, chunk[..., at].astype(jnp.float32))
-        score += _einsum("bhk,bsk->bhs", sketch, part(code, axis=1).astype(jnp.float32))
+        score += _einsum("bhk,bsk->bhs", sketch, to_float32(part(code, axis=1)))
         score += _einsum("bhe,bes->bhs", residual, part(bound, axis=2))
         best = (score - threshold[..., None]).max(1)
         live = part(member, axis=1) & (start + jnp.arange(size) < length[:, None])

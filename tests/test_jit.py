@@ -141,6 +141,14 @@ def test_a_donated_cache_is_updated_in_place(function, shapes):
     assert temporary(function, large(), *(arrays(*s) for s in shapes)) < archive / 4
 
 
+def test_a_step_computes_nothing_of_a_close_before_a_block_is_full():
+    """Not its sigma either, whose only trace in the program are Fourier transforms: they stay in the loop of `when`."""
+    step = jax.jit(lambda c, q, r: vj.step(LARGE, c, q, r), donate_argnums=0)
+    program = step.lower(large(), arrays(2, 4, 48), arrays(2, 48)).compile().as_text()
+    always = program[program.index("\nENTRY") :]
+    assert " fft(" in program and " fft(" not in always
+
+
 def test_a_donated_step_gives_the_same_bits():
     cache = filled(SPEC, random_rows(16, BATCH, TIME), np.array([7, 15, 20]))
     inputs = random_queries(17, BATCH), random_rows(18, BATCH), ALL

@@ -146,7 +146,7 @@ def test_nbytes_allocate_nothing():
         (dict(kappa=5), r"kappa=5.*block=8"),  # 2 * 5 - 1 = 9
         (dict(kappa=1, block=1), r"kappa=1.*block=1"),
         (dict(overflow="drop"), r"overflow='drop'.*dense.*truncate"),
-        (dict(index="balanced"), r"index='balanced'.*sketch"),
+        (dict(index="pages"), r"index='pages'.*sketch"),
         (dict(archive_memory="tape"), r"archive_memory='tape'.*device"),
         (dict(recall="pages"), r"recall='pages'.*certified.*none"),
         (dict(bound="loose"), r"bound='loose'.*calibrated.*sound"),

@@ -14,6 +14,7 @@ from jax import lax
 from kernels_pallas.blocks import Device, device
 from kernels_pallas.words import row_words, to_floats, word_dtype
 from vestige_jax import checks
+from vestige_jax.index import Basis, provisional
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -65,9 +66,10 @@ class Archive(_Rows):
 class Index:
     """What a step reads of an archived row, beside its branch, to bound its score."""
 
-    basis: Array  # [B, R, K] float32, orthonormal columns
-    code: Array  # [B, A, K] sketch dtype; on a TPU the branch before it
-    bound: Array  # [B, E, A] float32: eta, and the rounding term in the sound mode
+    basis: Basis  # V [B, R, K] float32, orthonormal columns; or a balanced pair of maps
+    step: Array  # [B, K] float32, the unit of a code of 8 or 4 bits; [B, 0] for codes that are floats
+    code: Array  # [B, A, .] see CacheSpec.code_layout
+    bound: Array  # [B, E, A] float32: eta, and the rounding terms in the sound mode
 
 
 @_pytree
@@ -109,7 +111,8 @@ def init(spec: CacheSpec, batch: int) -> Cache:
     spec.nbytes(batch)  # refuses a batch that is not a positive integer
     rows, slots, kept = row_words(spec.row_dim), spec.archive_rows, spec.tier1_slots
     word = word_dtype(spec.dtype)
-    basis = jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32)
+    basis, step = provisional(spec, batch)
+    numbers, kind = spec.code_layout
     return Cache(
         tail=Tail(jnp.zeros((batch, spec.block, rows), word), jnp.zeros(batch, jnp.int32)),
         tier1=Tier1(
@@ -124,8 +127,9 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             jnp.zeros(batch, jnp.int32),
         ),
         index=Index(
-            jnp.tile(basis, (batch, 1, 1)),
-            jnp.zeros((batch, slots, spec.code_dim), spec.index_dtype),
+            basis,
+            step,
+            jnp.zeros((batch, slots, numbers), kind),
             jnp.zeros((batch, spec.certificate_terms, slots), jnp.float32),
         ),
         calibration=Calibration(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas import codes
 from kernels_pallas.reference import CHUNK
 from kernels_pallas.words import select, set_row, take_rows, to_floats
 from vestige_jax import checks
@@ -74,7 +75,7 @@ def _calibrate(spec, cache, queries, positions):
     position = jnp.repeat(positions, heads, axis=1)
     finite = jnp.isfinite(query).all(-1)
     query = jnp.where(finite[..., None], query, 0)
-    cache = rebuild(spec, cache, indexing.fit(spec, query, (position >= 0) & finite))
+    cache = refit(spec, cache, query, (position >= 0) & finite)
     samples = observe(spec, cache, query, jnp.where(finite, position, -1))
     need = required_z(spec, cache, query, samples)
     z, clamped = conformal_z(need, samples.hard, spec)
@@ -88,22 +89,73 @@ def _calibrate(spec, cache, queries, positions):
     return dataclasses.replace(cache, calibration=calibration)
 
 
-def rebuild(spec: CacheSpec, cache: Cache, basis: Array) -> Cache:
-    """The cache with every closed row's index entry made anew from basis [B, R, K], block by block."""
+def refit(spec: CacheSpec, cache: Cache, query: Array, mask: Array) -> Cache:
+    """The cache with an index fitted to query [B, Q, C] where mask bool [B, Q], and to its closed rows if balanced."""
+    covariance = row_covariance(spec, cache) if spec.index == "balanced" else None
+    basis = indexing.fit(spec, query, mask, covariance)
+    return rebuild(spec, cache, basis, code_steps(spec, cache, basis))
+
+
+def row_covariance(spec: CacheSpec, cache: Cache) -> Array:
+    """Covariance of every sequence's closed rows, float32 [B, C, C], streamed block by block (§8)."""
+
+    def add(sums, rows, exists):
+        kept = jnp.where(exists[..., None], rows.astype(jnp.float32), 0)
+        products = jnp.einsum("bsc,bsd->bcd", kept, kept, precision=lax.Precision.HIGHEST)
+        return sums[0] + products, sums[1] + kept.sum(1)
+
+    width = spec.row_dim
+    batch = cache.fault.shape[0]
+    products, total = _fold_blocks(spec, cache, add, (jnp.zeros((batch, width, width)), jnp.zeros((batch, width))))
+    count = jnp.maximum(cache.archive.closed, 1)[:, None, None]
+    mean = total[..., None] / count
+    return products / count - mean * jnp.swapaxes(mean, 1, 2)
+
+
+def code_steps(spec: CacheSpec, cache: Cache, basis: indexing.Basis) -> Array:
+    """The step of each code dimension at which no closed row is clipped: [B, K]; [B, 0] for codes that are floats."""
+    if spec.steps == 0:
+        return cache.index.step
+
+    def widen(reach, rows, exists):
+        projected, _ = indexing.project(spec, basis, rows)
+        return jnp.maximum(reach, jnp.where(exists[..., None], jnp.abs(projected), 0).max(1))
+
+    reach = _fold_blocks(spec, cache, widen, jnp.zeros_like(cache.index.step))
+    return jnp.where(reach > 0, reach / codes.largest(spec.index_bits), cache.index.step)
+
+
+def _fold_blocks(spec: CacheSpec, cache: Cache, fold, state):
+    """state = fold(state, rows [B, block, C], exists bool [B, block]) over the closed blocks of all sequences."""
     if spec.archive_rows == 0:
-        return dataclasses.replace(cache, index=dataclasses.replace(cache.index, basis=basis))
+        return state
+
+    def one_block(i, state):
+        words = lax.dynamic_slice_in_dim(cache.archive.words, i * spec.block, spec.block, 1)
+        exists = (i * spec.block < cache.archive.closed)[:, None] & jnp.ones(spec.block, bool)
+        return fold(state, to_floats(words)[..., : spec.row_dim], exists)
+
+    return lax.fori_loop(0, cache.archive.closed.max() // spec.block, one_block, state)
+
+
+def rebuild(spec: CacheSpec, cache: Cache, basis: indexing.Basis, step: Array | None = None) -> Cache:
+    """The cache with every closed row's index entry made anew from basis and step, block by block."""
+    step = cache.index.step if step is None else step
+    if spec.archive_rows == 0:
+        return dataclasses.replace(cache, index=dataclasses.replace(cache.index, basis=basis, step=step))
 
     def one_block(i, index: Index) -> Index:
         start = i * spec.block
         rows = to_floats(lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1))[..., : spec.row_dim]
-        code, bound = indexing.encode(spec, basis, rows)
+        code, bound = indexing.encode(spec, basis, rows, step)
         return Index(
             basis,
+            step,
             lax.dynamic_update_slice_in_dim(index.code, code, start, 1),
             lax.dynamic_update_slice_in_dim(index.bound, bound, start, 2),
         )
 
-    start = dataclasses.replace(cache.index, basis=basis)
+    start = dataclasses.replace(cache.index, basis=basis, step=step)
     index = lax.fori_loop(0, cache.archive.closed.max() // spec.block, one_block, start)
     return dataclasses.replace(cache, index=index)
 
@@ -170,13 +222,14 @@ def _running_max(best, where, score, at):
 
 def required_z(spec: CacheSpec, cache: Cache, query: Array, samples: Samples) -> Array:
     """z_q = (s* - idx_target) / cert_target: the z at which the target's row would just fire. float32 [B, Q] (§3)."""
-    probe = indexing.prepare(spec, cache.index.basis, query)
     archive, index = cache.archive, cache.index
+    probe = indexing.prepare(spec, index.basis, query, index.step)
     if spec.archive_rows == 0:
         return jnp.full(samples.best.shape, jnp.inf)
     at = jnp.clip(samples.target, 0, spec.archive_rows - 1)
-    row = to_floats(take_rows(archive.words, at))[..., spec.latent_dim : spec.row_dim].astype(jnp.float32)
-    code = indexing.sketch(spec, take_rows(index.code, at)).astype(jnp.float32)
+    row = to_floats(take_rows(archive.words, at))[..., : spec.row_dim].astype(jnp.float32)
+    row = row[..., spec.row_dim - probe.branch.shape[-1] :]
+    code = codes.to_float32(indexing.sketch(spec, take_rows(index.code, at)))
     eta = jnp.take_along_axis(index.bound[:, 0], at, axis=1)
     known = (probe.branch * row).sum(-1) + (probe.sketch * code).sum(-1)
     certificate = probe.residual[..., 0] * eta

@@ -9,9 +9,15 @@ def when(condition: jax.Array, update, carry):
     """update(carry) if the condition (bool []) holds, else carry.
 
     A loop of one round or none, because XLA updates the carry of a loop in place where it copies that of a conditional:
-    for a cache that would be every row, every step.
+    for a cache that would be every row, every step. The barrier ties what the update computes to the round it is in, or
+    XLA moves it before the loop, as it does with all that is the same in every round, and computes it in any case.
     """
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: update(carry), carry)
+
+    def body(i, carry):
+        _, carry = lax.optimization_barrier((i, carry))
+        return update(carry)
+
+    return lax.fori_loop(0, condition.astype(jnp.int32), body, carry)
 
 
 def after(condition: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,10 +1,13 @@
 """The index: a few numbers a row from which every head's score can be bounded (VestigeKV §3).
 
 An index is two linear maps, one for rows and one for queries, and three functions: `fit` the maps, `encode` rows,
-`prepare` a query. Kind 'sketch', the paper's: the branch is exact (read in place), the latent is seen through K
-orthonormal columns V, and eta is the length of what V misses. Then for every future query
+`prepare` a query. A row leaves K numbers, its code, and eta, the length of what the code misses; for every future query
 
-    s = scale * (<q_r, r> + <V^T q_c, V^T c>) + delta,   |delta| <= scale * ||(I - V V^T) q_c|| * eta.
+    s = scale * <mapped query, code> + delta,   |delta| <= scale * ||rest of the mapped query|| * eta.
+
+Kind 'sketch', the paper's: the branch is exact (read in place), the latent is seen through K orthonormal columns V.
+Kind 'balanced' (§8): K dimensions of the whole row, chosen for queries and rows together (vestige_jax.balanced).
+Codes are floats, or whole multiples, in 8 or 4 bits, of a step of their own for each dimension.
 """
 
 import functools
@@ -15,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vestige_jax import checks
+from kernels_pallas import codes
+from vestige_jax import balanced, checks
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -83,47 +87,100 @@ def _complete(basis: Array, found: Array) -> Array:
     return lax.while_loop(unfinished, add, (basis, found, 0))[0]
 
 
-def fit(spec: CacheSpec, queries: Array, mask: Array) -> Array:
-    """The maps of one index a sequence: queries [B, N, C], mask bool [B, N] -> V [B, R, K]."""
+Basis = Array | balanced.Pair
+"""The maps of a sequence: V [B, R, K] of a sketch, or a balanced pair."""
+
+_PROVISIONAL_SPAN = 4.0
+"""What codes are expected to reach before calibration; a latent's numbers have a mean square near 1."""
+
+
+def provisional(spec: CacheSpec, batch: int) -> tuple[Basis, Array]:
+    """The maps before calibration, the first K unit vectors, and the step of each code: [B, K]; [B, 0] for floats."""
+    if spec.index == "balanced":
+        basis = balanced.unit(batch, spec.row_dim)
+    else:
+        basis = jnp.tile(jnp.eye(spec.latent_dim, spec.rank, dtype=jnp.float32), (batch, 1, 1))
+    return basis, jnp.full((batch, spec.steps), _PROVISIONAL_SPAN / codes.largest(spec.index_bits), jnp.float32)
+
+
+def fit(spec: CacheSpec, queries: Array, mask: Array, covariance: Array | None = None) -> Basis:
+    """The maps of one index a sequence: queries [B, N, C], mask bool [B, N].
+
+    `covariance` [B, C, C] of the closed rows is what a balanced index also needs.
+    """
+    if spec.index == "balanced":
+        return balanced.fit(queries, mask, covariance, spec.shrinkage)
     content = queries[..., : spec.latent_dim].astype(jnp.float32)
     return jax.vmap(lambda q, m: _fit_basis(q, spec.rank, m))(content, mask)
 
 
-def encode(spec: CacheSpec, basis: Array, rows: Array) -> tuple[Array, Array]:
-    """Index entries of rows [B, S, C]: code [B, S, K] in the sketch dtype, and bound float32 [B, E, S].
-
-    On a TPU the branch comes before the K numbers (`CacheSpec.code_dim`).
-
-    bound[:, 0] is eta = ||c - V V^T c||, computed directly; in the sound mode bound[:, 1] is what rounding the code and
-    float32 sums can add, per unit of query length.
-    """
-    content = rows[..., : spec.latent_dim].astype(jnp.float32)
+def project(spec: CacheSpec, basis: Basis, rows: Array) -> tuple[Array, Array]:
+    """Rows [B, S, C] as the numbers to be coded, float32 [B, S, K], and eta, the length of the rest: [B, S]."""
+    rows = rows.astype(jnp.float32)
+    if spec.index == "balanced":
+        mapped = _einsum("bsc,bcd->bsd", rows, basis.row)
+        return mapped[..., : spec.rank], jnp.linalg.norm(mapped[..., spec.rank :], axis=-1)
+    content = rows[..., : spec.latent_dim]
     projected = _einsum("bsr,brk->bsk", content, basis)
-    largest = jnp.finfo(spec.index_dtype).max.astype(jnp.float32)
-    code = jnp.clip(projected, -largest, largest).astype(spec.index_dtype)
-    bounds = [jnp.linalg.norm(content - _einsum("bsk,brk->bsr", projected, basis), axis=-1)]
-    if spec.bound == "sound":
-        rounding = jnp.linalg.norm(projected - code.astype(jnp.float32), axis=-1)
-        bounds.append(rounding + _FLOAT_SLACK * jnp.linalg.norm(rows.astype(jnp.float32), axis=-1))
-    if spec.code_dim > spec.rank:
-        branch = rows[..., spec.latent_dim : spec.row_dim].astype(spec.index_dtype)
+    return projected, jnp.linalg.norm(content - _einsum("bsk,brk->bsr", projected, basis), axis=-1)
+
+
+def encode(spec: CacheSpec, basis: Basis, rows: Array, step: Array | None = None) -> tuple[Array, Array]:
+    """Index entries of rows [B, S, C]: code [B, S, .] as stored, in units of step [B, K], and bound float32 [B, E, S].
+
+    bound[:, 0] is eta, computed directly, and with it what clipping cut off a code of few bits. In the sound mode the
+    other bounds are what rounding, clipping and float32 sums can add, per unit of what `prepare` puts beside them.
+    """
+    projected, eta = project(spec, basis, rows)
+    code, clipped, rounding = _store(spec, step, projected)
+    if spec.copied_branch:
+        branch = rows[..., spec.latent_dim : spec.row_dim].astype(code.dtype)
         code = jnp.concatenate([branch, code], axis=-1)
-    return code, jnp.stack(bounds, axis=1)
+    if spec.bound != "sound":
+        return code, (eta + clipped)[:, None]
+    size = jnp.linalg.norm(rows.astype(jnp.float32), axis=-1)
+    if spec.index == "balanced":
+        return code, jnp.stack([eta, rounding, (_FLOAT_SLACK + basis.error[:, None]) * size], axis=1)
+    return code, jnp.stack([eta, rounding + _FLOAT_SLACK * size], axis=1)
 
 
 def sketch(spec: CacheSpec, code: Array) -> Array:
-    """The sketch [..., K] of codes, without the branch that a TPU has before it."""
-    return code[..., spec.code_dim - spec.rank :]
+    """Codes as stored [..., .] without the branch that a TPU has before a sketch."""
+    return code[..., spec.copied_branch :]
 
 
-def prepare(spec: CacheSpec, basis: Array, query: Array) -> Probe:
-    """Maps a query [B, Q, C] to what index entries are scored with. The residual is 0 at K = R."""
+def _store(spec: CacheSpec, step: Array | None, projected: Array) -> tuple[Array, Array, Array]:
+    """Code as stored; the lengths of what clipping, and of what storing altogether, took from it: [B, S]."""
+    if spec.index_bits == 16:
+        largest = jnp.finfo(spec.index_dtype).max.astype(jnp.float32)
+        code = jnp.clip(projected, -largest, largest).astype(spec.index_dtype)
+        rounding = jnp.linalg.norm(projected - code.astype(jnp.float32), axis=-1)
+        return code, jnp.zeros_like(rounding), rounding
+    step, most = step[:, None], codes.largest(spec.index_bits)
+    whole = jnp.clip(jnp.round(projected / step), -most, most)
+    clipped = jnp.linalg.norm(jnp.maximum(jnp.abs(projected) - most * step, 0), axis=-1)
+    rounding = jnp.linalg.norm(projected - whole * step, axis=-1)
+    whole = whole.astype(jnp.int8)
+    return codes.pack(whole) if spec.index_bits == 4 else whole, clipped, rounding
+
+
+def prepare(spec: CacheSpec, basis: Basis, query: Array, step: Array | None = None) -> Probe:
+    """Maps a query [B, Q, C] to what index entries are scored with. The residual is 0 where the code misses nothing."""
     query = query.astype(jnp.float32)
-    content, branch = query[..., : spec.latent_dim], query[..., spec.latent_dim :]
-    sketch = _einsum("bqr,brk->bqk", content, basis)
-    missed = jnp.linalg.norm(content - _einsum("bqk,brk->bqr", sketch, basis), axis=-1)
-    free = spec.latent_dim - spec.rank
+    if spec.index == "balanced":
+        branch = query[..., :0]
+        mapped = _einsum("bqc,bcd->bqd", query, basis.query)
+        sketch, missed = mapped[..., : spec.rank], jnp.linalg.norm(mapped[..., spec.rank :], axis=-1)
+    else:
+        content, branch = query[..., : spec.latent_dim], query[..., spec.latent_dim :]
+        sketch = _einsum("bqr,brk->bqk", content, basis)
+        missed = jnp.linalg.norm(content - _einsum("bqk,brk->bqr", sketch, basis), axis=-1)
+    free = spec.free_dims
     residual = [missed / math.sqrt(free) if free else jnp.zeros_like(missed)]
     if spec.bound == "sound":
-        residual = [missed, jnp.linalg.norm(query, axis=-1)]
+        size = jnp.linalg.norm(query, axis=-1)
+        mapped_size = [jnp.linalg.norm(sketch, axis=-1)] if spec.index == "balanced" else []
+        residual = [missed, *mapped_size, size]
+    if spec.index_bits < 16:
+        sketch = sketch * step[:, None]
     return Probe(spec.scale * branch, spec.scale * sketch, spec.scale * jnp.stack(residual, axis=-1))

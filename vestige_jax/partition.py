@@ -94,7 +94,7 @@ def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
     blocks = spec.archive_rows // spec.block
     target = jnp.where(full, archive.closed // spec.block, blocks)  # `blocks` is out of range: dropped
     score = sigma(rows[..., spec.latent_dim :], block=spec.block, kappa=spec.lowpass_bins, method=_method())
-    code, bound = indexing.encode(spec, index.basis, rows)
+    code, bound = indexing.encode(spec, index.basis, rows, index.step)
     return dataclasses.replace(
         cache,
         tail=dataclasses.replace(cache.tail, length=jnp.where(full, 0, cache.tail.length)),

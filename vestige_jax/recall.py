@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import kernels_pallas
-from kernels_pallas import Margins, Part, empty
+from kernels_pallas import Margins, Part, codes, empty
 from kernels_pallas.fetchlist import count_fired
 from kernels_pallas.words import take_rows, to_floats
 from vestige_jax import attention
@@ -47,7 +47,7 @@ def gate(cache: Cache, attended: Part) -> Array:
 
 def recall(spec: CacheSpec, cache: Cache, query: Array, attended: Part) -> Recalled:
     """Scan and fetch for query [B, H, C], given its attention over the attended tier."""
-    probe = _certified(cache, indexing.prepare(spec, cache.index.basis, query))
+    probe = _certified(cache, indexing.prepare(spec, cache.index.basis, query, cache.index.step))
     open_ = gate(cache, attended)
     threshold = jnp.where(open_, attended.peak, jnp.inf)
     margins = scan(spec, cache, probe, threshold)
@@ -69,7 +69,7 @@ def _certified(cache: Cache, probe: indexing.Probe) -> indexing.Probe:
 def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array) -> Margins:
     """Best margin of every archived row over the heads, -inf for kept and unwritten rows."""
     archive, index = cache.archive, cache.index
-    if spec.code_dim > spec.rank:  # the branch is part of the code
+    if spec.copied_branch:  # it is part of the code
         both = jnp.concatenate([probe.branch, probe.sketch], axis=-1)
         probe = probe._replace(branch=probe.branch[..., :0], sketch=both)
     return kernels_pallas.scan(
@@ -135,5 +135,5 @@ def probe_scores(probe: indexing.Probe, rows: Array, code: Array, bound: Array) 
     branch = rows[..., rows.shape[-1] - probe.branch.shape[-1] :]
     einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     score = einsum("bqp,bsp->bqs", probe.branch, branch.astype(jnp.float32))
-    score += einsum("bqk,bsk->bqs", probe.sketch, code.astype(jnp.float32))
+    score += einsum("bqk,bsk->bqs", probe.sketch, codes.to_float32(code))
     return score + einsum("bqe,bes->bqs", probe.residual, bound)

@@ -13,7 +13,8 @@ from kernels_pallas.words import branch_copied, row_words
 
 _CHOICES = {
     "overflow": ("dense", "truncate"),
-    "index": ("sketch",),
+    "index": ("sketch", "balanced"),
+    "index_bits": (16, 8, 4),
     "archive_memory": ("device",),
     "recall": ("certified", "none"),
     "bound": ("calibrated", "sound"),
@@ -39,7 +40,10 @@ class CacheSpec:
       merged          W, most rows that stand for several others (`merge_rows`), a baseline; 0 (none) costs nothing.
     Tier 2 (§3)
       recall          'certified', 'none' (tier 1 and tail alone), or another rule: see vestige_jax.recall.Rule.
-      rank            K, sketch dimensions, 0 (branch only) to R.
+      index           kind of index: 'sketch', the paper's, or 'balanced' (§8), fitted to queries and rows.
+      rank            K, dimensions of a code: of a sketch 0 (branch only) to R, beside the branch; balanced 1 to C.
+      index_bits      of a code's number: 16 (floats), 8 or 4 (whole steps, their size fixed at calibration).
+      shrinkage       of a balanced index: share of the mean eigenvalue that is added to every one.
       fetch           F, most rows fetched by one sequence in one step.
       overflow        when more than F rows fire: 'dense' attends everything, 'truncate' the F largest margins.
       top_j           at most this many fired rows a head; None: all.
@@ -50,8 +54,7 @@ class CacheSpec:
       activation      sequences shorter than this many tokens are served dense.
     Storage and execution
       dtype           of rows: float32 or bfloat16.
-      index           kind of index: 'sketch'.
-      sketch_dtype    None: float16, on TPU bfloat16.
+      sketch_dtype    of codes of 16 bits (or float32); None: float16, on TPU bfloat16.
       archive_memory  'device'.
       implementation  of scan and attend: None (plain XLA), "mosaic_tpu" or "mosaic_gpu" (see kernels_pallas.resolve).
       stats           False removes the statistics from the compiled program (faults stay).
@@ -82,6 +85,8 @@ class CacheSpec:
     activation: int = 0
     dtype: jnp.dtype = jnp.bfloat16
     index: str = "sketch"
+    index_bits: int = 16
+    shrinkage: float = 0.01
     sketch_dtype: jnp.dtype | None = None
     archive_memory: str = "device"
     implementation: str | None = None
@@ -109,14 +114,21 @@ class CacheSpec:
         for name in ("budget", "kappa", "top_j"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
-        for name in ("scale", "z_max"):
+        for name in ("scale", "z_max", "shrinkage"):
             value = getattr(self, name)
             if not (_is_number(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a positive finite number")
-        if self.rank > self.latent_dim:
-            raise ValueError(f"rank={self.rank} must be at most latent_dim={self.latent_dim}")
+        self._check_rank()
         if not (_is_number(self.recall_target) and 0 < self.recall_target < 1):
             raise ValueError(f"recall_target={self.recall_target!r} must lie strictly between 0 and 1")
+
+    def _check_rank(self):
+        if self.index == "balanced" and not 1 <= self.rank <= self.row_dim:
+            raise ValueError(f"rank={self.rank} of a balanced index must lie in 1..{self.row_dim}, the width of a row")
+        if self.index != "balanced" and self.rank > self.latent_dim:
+            raise ValueError(f"rank={self.rank} must be at most latent_dim={self.latent_dim}")
+        if self.index_bits == 4 and self.rank % 2:
+            raise ValueError(f"rank={self.rank} must be even for index_bits=4: two numbers share a byte")
 
     def _check_tier1(self):
         if self.ratio is not None and self.budget is not None:
@@ -175,9 +187,34 @@ class CacheSpec:
         return np.dtype(jnp.bfloat16 if device().platform == "tpu" else jnp.float16)
 
     @property
+    def copied_branch(self) -> int:
+        """Numbers of the branch that stand before a sketch in the code, for a TPU to read them there; else 0."""
+        sketch = self.index == "sketch" and self.index_bits == 16
+        return self.branch_dim if sketch and branch_copied(self.dtype, self.index_dtype) else 0
+
+    @property
+    def free_dims(self) -> int:
+        """Dimensions that a code does not see: R - K of a sketch, C - K of a balanced index."""
+        return (self.row_dim if self.index == "balanced" else self.latent_dim) - self.rank
+
+    @property
+    def steps(self) -> int:
+        """Step sizes that a sequence holds: one for each dimension of a code of few bits, none for floats."""
+        return self.rank if self.index_bits < 16 else 0
+
+    @property
+    def code_layout(self) -> tuple[int, np.dtype]:
+        """Length and dtype of a row's code as stored; 4-bit numbers share bytes, a TPU has the branch before a sketch."""
+        if self.index_bits == 16:
+            return self.copied_branch + self.rank, self.index_dtype
+        return (self.rank, np.dtype(np.int8)) if self.index_bits == 8 else (self.rank // 2, np.dtype(np.uint8))
+
+    @property
     def certificate_terms(self) -> int:
-        """E: bound terms a row stores: eta, and in the sound mode its rounding."""
-        return 2 if self.bound == "sound" else 1
+        """E: bound terms a row stores: eta, and in the sound mode rounding, for a balanced index in two parts."""
+        if self.bound != "sound":
+            return 1
+        return 3 if self.index == "balanced" else 2
 
     @property
     def provisional_z(self) -> float:
@@ -205,21 +242,21 @@ class CacheSpec:
         return keep_count(closed, self.ratio, self.budget)
 
     @property
-    def code_dim(self) -> int:
-        """Numbers in an index entry: a sketch, and before it on a TPU the branch."""
-        copied = branch_copied(self.dtype, self.index_dtype)
-        return self.rank + (self.branch_dim if copied else 0)
+    def _map_floats(self) -> int:
+        return 2 * self.row_dim**2 + 1 if self.index == "balanced" else self.latent_dim * self.rank
 
     def nbytes(self, batch: int) -> dict[str, int]:
         """Bytes of every part of a cache for `batch` sequences, before anything is allocated, and their 'total'."""
         _require_int("batch", batch, 1)
         query = self.num_heads * self.row_dim * self.dtype.itemsize
-        row, code = row_words(self.row_dim) * self.dtype.itemsize, self.code_dim * self.index_dtype.itemsize
+        row = row_words(self.row_dim) * self.dtype.itemsize
+        numbers, kind = self.code_layout
+        code = numbers * kind.itemsize
         per_sequence = {
             "tail": self.block * row + 4,
             "tier1": self.tier1_slots * (row + 4) + 4,
             "archive": self.archive_rows * (row + 4 + 1) + 4,
-            "index": self.archive_rows * (code + 4 * self.certificate_terms) + 4 * self.latent_dim * self.rank,
+            "index": self.archive_rows * (code + 4 * self.certificate_terms) + 4 * (self.steps + self._map_floats),
             "calibration": self.query_buffer * (query + 4) + 4 + 4 + 1 + 4 + 1,
             "fault": 4,
             "merged": 4 * self.merged * (self.latent_dim + self.row_dim + 1) + 4 * (self.merged > 0),

@@ -1,5 +1,7 @@
 """The probe: its queries and rows are those that attention works with, before and after rotation."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from experiments import anatomy
 from vestige_jax import models
+from vestige_jax.models.rope import Yarn
 
 T, R, P = 12, 8, 4
 IDS = np.arange(1, T + 1)
@@ -22,8 +25,8 @@ def compiled_quickly(quick_compilation):
 def make(**changes) -> models.Decoder:
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, kv_lora_rank=R, v_head_dim=8)
     branch = dict(qk_nope_head_dim=8, qk_rope_head_dim=P)
-    layers = dict(num_hidden_layers=3, full_attn_layers=(0, 2), kda_num_heads=2, kda_head_dim=8)
-    config = models.ModelConfig(vocab_size=20, initializer_range=0.5, **{**sizes, **branch, **layers, **changes})
+    layers = dict(num_hidden_layers=2, full_attn_layers=(0, 1))
+    config = models.ModelConfig(vocab_size=20, initializer_range=0.5, **sizes, **branch, **layers, **changes)
     return nnx.jit(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))()
 
 
@@ -34,14 +37,16 @@ def nope():
 
 @pytest.fixture(scope="module")
 def rope():
-    return make(mla_use_nope=False)
+    """Stretched, with a rotated branch that is longer than the plain one."""
+    yarn = Yarn(factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.5)
+    return make(mla_use_nope=False, rope_theta=100.0, rope_scaling=yarn)
 
 
 @pytest.mark.parametrize("arm", ["nope", "rope"])
 def test_attention_over_its_rows_is_the_layers_output(arm, request):
     model = request.getfixturevalue(arm)
     seen = anatomy.dissect(model, IDS, AT)
-    assert seen.layers == (0, 2) and seen.rows.shape == (2, T, R + P) and seen.queries.shape == (2, 3, 2, R + P)
+    assert seen.layers == (0, 1) and seen.rows.shape == (2, T, R + P) and seen.queries.shape == (2, 3, 2, R + P)
     for layer, rows, queries in zip(seen.layers, np.asarray(seen.rows), np.asarray(seen.queries), strict=True):
         wanted, up, out = outputs(model, layer)
         for at, query in zip(AT, queries, strict=True):
@@ -100,6 +105,7 @@ def test_what_cannot_be_dissected(nope, ids, at, message):
         anatomy.dissect(nope, ids, at)
 
 
-def test_a_model_without_rows(nope):
+def test_a_model_without_rows():
+    model = SimpleNamespace(layers=[SimpleNamespace(cached=False)])
     with pytest.raises(ValueError, match="no MLA layer"):
-        anatomy.dissect(make(num_hidden_layers=1, full_attn_layers=()), IDS, AT)
+        anatomy.dissect(model, IDS, AT)

@@ -37,6 +37,13 @@ def test_means_and_paired_differences():
     assert (gap.low, gap.high) == (1.5, 2.5)  # prompt by prompt 1.5 and 2.5; unpaired it would reach from 0.5
 
 
+def test_an_interval_is_of_a_mean_over_all_prompts():
+    own = Measured(SimpleNamespace(rows=[]), FOUND)
+    own.cells = {("nope", "x"): np.repeat([[0.0, 0.0], [1.0, 1.0]], 50, axis=0)}
+    mean = own.mean("nope", "x")
+    assert mean.n == 100 and abs(mean.low - 0.4) < 0.03 and abs(mean.high - 0.6) < 0.03
+
+
 def test_what_was_not_measured_is_unusable():
     own = measured({"nope": FOUND["nope"]}, nope=NOPE)
     for estimate in (own.mean("rope", "x"), own.difference("x")):

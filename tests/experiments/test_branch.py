@@ -85,7 +85,7 @@ def test_a_finished_run_measures_nothing(finished, tiny, monkeypatch, capsys):
     branch.main(tiny(branch_config.get_config(), length=64, queries=16), finished)
     assert (finished / "summary.csv").read_text() == before
     shown = capsys.readouterr().out
-    assert "0.9869 (Base s11)" in shown and "3.482 (layers 3,7,11,15,19,23,26, Base s11)" in shown
+    assert "0.9869 (Base s11)" in shown and "3.482 (layers 3, 7, 11, 15, 19, 23, 26, Base s11)" in shown
 
 
 @pytest.mark.parametrize(

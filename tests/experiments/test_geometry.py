@@ -3,6 +3,7 @@
 import csv
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,14 +24,15 @@ def compiled_quickly(quick_compilation):
 def test_a_union_counts_each_row_once():
     rows = jnp.eye(4)
     queries = jnp.array([[[3.0, 2, 1, 0], [3, 0, 2, 1]], [[9, 1, 0, 0], [0, 9, 1, 0]]])
-    assert_allclose(geometry.union(rows, queries, 1), 2 / 4)  # rows 0 and 1
-    assert_allclose(geometry.union(rows, queries, 2), 3 / 4)
+    union = jax.jit(geometry.union, static_argnums=2)
+    assert_allclose(union(rows, queries, 1), 2 / 4)  # rows 0 and 1
+    assert_allclose(union(rows, queries, 2), 3 / 4)
 
 
 def test_stationarity_compares_with_the_query_asked_now():
     rows = jnp.eye(3)
     now, later = jnp.array([[[3.0, 2, 1], [3, 1, 2]]]), jnp.array([[[3.0, 1, 2], [1, 2, 3]]])  # [N=1, H=2, C]
-    kept = geometry.stationarity(rows, jnp.stack([now, now, later]), 2)
+    kept = jax.jit(geometry.stationarity, static_argnums=2)(rows, jnp.stack([now, now, later]), 2)
     assert_allclose(kept, [1, (0.5 + 0.5) / 2])
 
 
@@ -46,6 +48,7 @@ def summary(out):
         return {(row["arm"], row["layer"], row["quantity"]): float(row["value"]) for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_a_run_has_a_row_for_everything(finished):
     rows = [json.loads(line) for line in (finished / "trials.jsonl").read_text().splitlines()]
     names = geometry.check(geometry_config_with(SMALL)).names
@@ -62,6 +65,7 @@ def geometry_config_with(changes):
     return config
 
 
+@pytest.mark.slow
 def test_rotation_is_what_breaks_stationarity(finished):
     found = summary(finished)
     for shift in SMALL["shifts"]:
@@ -70,6 +74,7 @@ def test_rotation_is_what_breaks_stationarity(finished):
         assert found["rope", "mean", f"overlap at +{shift}"] < 0.99
 
 
+@pytest.mark.slow
 def test_the_first_layer_of_the_twins_is_one_model_rotated_or_not(finished):
     """The twins have the same weights here, so that up to the first attention they are the same."""
     found = summary(finished)
@@ -77,6 +82,7 @@ def test_the_first_layer_of_the_twins_is_one_model_rotated_or_not(finished):
         assert_allclose(found["turned", "0", name], found["rope", "0", name], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_inflation_is_a_ratio_of_means(finished):
     found = summary(finished)
     for layer in ("0", "1", "mean"):
@@ -107,6 +113,7 @@ def test_what_cannot_be_run(tiny, tmp_path, changes, message):
         geometry.main(tiny(geometry_config.get_config(), **(SMALL | changes)), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_without_a_twin_its_claims_cannot_be_told(tiny, tmp_path, finished):
     geometry.main(tiny(geometry_config.get_config(), **SMALL, twin=""), tmp_path / "out")
     with open(tmp_path / "out" / "claims.csv", newline="") as file:

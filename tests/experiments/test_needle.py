@@ -346,6 +346,17 @@ def test_the_table_names_the_model_of_a_published_figure_and_warns():
     assert "Kimi" not in other
 
 
+@pytest.mark.slow
+def test_recall_by_pages(folder, tmp_path):
+    """floor(64 / 16) pages of 16 rows, or two of 32, less what tier 1 holds of them."""
+    needle.main(make_config(folder, methods=("sigma+quest", "random+arkvale_mean"), ratios=(16,), trials=2), tmp_path)
+    rows = [row for row in read(tmp_path) if row["method"] != "dense"]
+    assert len(rows) == 4
+    for row in rows:
+        assert 32 <= row["fetched_per_step"] <= 64 and row["fire_rate"] == 1 and row["overflow"] == 0
+        assert row["attended"] < 1
+
+
 # The grid and the configs
 
 

@@ -1,5 +1,8 @@
 """What rows receive and what sketches miss, against loops over queries and heads."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +27,8 @@ def text():
 def test_mass_is_a_sum_over_the_queries_of_a_window(text):
     rows, queries = text
     windows = np.stack([np.arange(T) < 20, np.arange(T) >= 35]).astype(np.float32)
-    mass, first = watching.received(*map(jnp.asarray, (rows, queries, windows)), scale=0.7, sinks=3)
+    received = jax.jit(functools.partial(watching.received, scale=0.7, sinks=3))
+    mass, first = received(rows, queries, windows)
     wanted, sinks = np.zeros((2, T)), np.zeros(T)
     for t in range(T):
         for query in queries[t]:
@@ -41,10 +45,13 @@ def test_pooling_counts_zeros_beyond_the_ends():
     assert_allclose(watching.pooled(jnp.array([[3.0, 0, 0, 6]]), 3), [[1, 1, 2, 2]])
 
 
+residuals = jax.jit(functools.partial(watching.residuals, latent=R, rank=2))
+
+
 def test_residuals_are_what_the_projection_leaves(text):
     rows, queries = text
     fitted, asked = queries[:10], queries[10:]
-    found = watching.residuals(*map(jnp.asarray, (rows, fitted, asked)), latent=R, rank=2)
+    found = residuals(rows, fitted, asked)
     samples = fitted[..., :R].reshape(-1, R).astype(np.float64)
     basis = np.linalg.eigh(np.cov(samples.T))[1][:, -2:]
     delta, part, full = [], [], []
@@ -59,7 +66,8 @@ def test_residuals_are_what_the_projection_leaves(text):
 
 
 def test_nothing_is_left_at_full_rank_or_without_content(text):
-    rows, queries = (jnp.asarray(x) for x in text)
-    assert watching.residuals(rows, queries, queries, latent=R, rank=R)["sketch residual"] < 1e-5
-    branch_only = queries.at[..., :R].set(0)
-    assert watching.residuals(rows, branch_only, branch_only, latent=R, rank=2)["sketch residual"] == 0
+    rows, queries = text
+    every = jax.jit(functools.partial(watching.residuals, latent=R, rank=R))
+    assert every(rows, queries[:10], queries[10:])["sketch residual"] < 1e-5
+    queries = np.where(np.arange(R + P) < R, 0, queries)
+    assert residuals(rows, queries[:10], queries[10:])["sketch residual"] == 0
