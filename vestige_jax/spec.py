@@ -204,7 +204,7 @@ class CacheSpec:
 
     @property
     def code_layout(self) -> tuple[int, np.dtype]:
-        """Length and dtype of a row's code as stored; 4-bit numbers share bytes, a TPU has the branch before a sketch."""
+        """Length and dtype of a row's code as stored; 4-bit numbers share bytes. A TPU has a branch first."""
         if self.index_bits == 16:
             return self.copied_branch + self.rank, self.index_dtype
         return (self.rank, np.dtype(np.int8)) if self.index_bits == 8 else (self.rank // 2, np.dtype(np.uint8))
