@@ -93,13 +93,13 @@ CLAIMS = {
         paper="15.2 at rank 64, 1.2 at 256: 12.7 times", quantity="rows, rank=4 over rank=16", at_least=2.0
     ),
     "rank: a higher one fires less": dict(
-        paper=".028 at rank 64, .002 at 256: 14 times", quantity="fire rate, rank=4 over rank=16", at_least=2.0
+        paper=".028 at rank 64, .002 at 256: 14 times", quantity="queries fired, rank=4 over rank=16", at_least=2.0
     ),
     "rank: a higher one loses no hard recall": dict(
         paper=".962 at rank 256", quantity="hard_recall, prose > prose, rank=16, vestige", at_least=0.85
     ),
     "sound bound: it fires at nearly every step": dict(
-        paper=".995 of steps", quantity="steps_fired, prose > prose, sound, vestige", at_least=0.9
+        paper=".995 of steps", quantity="fire_rate, prose > prose, sound, vestige", at_least=0.9
     ),
     "sound bound: on most of the archive": dict(
         paper=".75-.80", quantity="share of the archive, prose > prose, sound, vestige", at_least=0.5

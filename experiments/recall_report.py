@@ -14,26 +14,30 @@ from experiments.runner import Run
 from experiments.stats import bootstrap
 
 PLACE = ("table", "workload", "prefix", "variant", "method", "ratio")
-SHARES = ("coverage", "hard_recall", "hard_share", "fire_rate", "steps_fired", "gate_open", "gate_open_hard")
-COLUMNS = (*PLACE, *needle_report.CELL, "sequences", *SHARES, "rows_per_query", "recall_at", "published")
+COLUMNS = (
+    *PLACE,
+    *("trials", "dropped", "intact", "coverage", "lo", "hi", "hard_recall", "hard_share", "attended"),
+    *("fetched_per_step", "fire_rate", "overflow", "queries_fired", "gate_open", "gate_open_hard", "recall_at"),
+    "published",
+)
 RATIOS = {
     "coverage": ("covered", "hard"),
     "hard_recall": ("recalled", "hard"),
     "hard_share": ("hard", "queries"),
-    "fire_rate": ("fires", "queries"),
-    "steps_fired": ("steps_fired", "steps"),
+    "fetched_per_step": ("rows", "steps"),
+    "fire_rate": ("steps_fired", "steps"),
+    "queries_fired": ("fires", "queries"),
     "gate_open": ("open", "queries"),
     "gate_open_hard": ("open_hard", "hard"),
-    "rows_per_query": ("rows", "steps"),
 }
 """What a table shows, as counts of `held_out.measure`: how many of what."""
 PUBLISHED_LATENT = 512
 LEGEND = """\
 {published}. Held out: queries of the text behind the cut (first kind > second kind), one head of one position each, of
-all layers. coverage: the best row of a hard query fires for its own head (target {tau:g}); hard recall: it is fetched;
-fire rate: queries for which some row fires; rows: fetched per position and layer, for all heads together; recall@j: the
-best row is among the first j archived rows by index score; gate: open share of all and of hard queries. Intervals: 95%
-bootstrap over sequences."""
+all layers. coverage: the best row of a hard query fires for its own head (target {tau:g}); hard_recall: it is fetched;
+fetched: rows per position and layer, for all heads together; fires: positions at which some row fires; queries_fired:
+heads of positions, as the published fire rate is understood; recall_at: the best row is among the first j archived rows
+by index score; gate_open: of all and of hard queries. Intervals: 95% bootstrap over sequences."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -69,7 +73,7 @@ def summarise(rows: Rows, config: ml_collections.ConfigDict, latent: int) -> Ite
     for row in rows:
         groups.setdefault(tuple(row[field] for field in PLACE), []).append(row)
     for place, group in groups.items():
-        cell = dict(zip(PLACE, place, strict=True)) | {"sequences": len(group)}
+        cell = dict(zip(PLACE, place, strict=True)) | {"trials": len(group)}
         for name, (some, of) in RATIOS.items():
             cell[name] = _pooled(group, some, of)
         found = [_pooled(group, f"top{j}", "hard") for j in config.recall_at]
@@ -178,7 +182,7 @@ def _held_out(heard: Rows, config: ml_collections.ConfigDict) -> dict[str, Estim
             found[quantity] = ratio(archived, "rows", "archive")
     for low, high in itertools.combinations(config.ranks, 2):
         groups = [_heard(heard, "prose > prose", f"rank={rank}", "vestige") for rank in (low, high)]
-        for name, counts in (("rows", ("rows", "steps")), ("fire rate", ("fires", "queries"))):
+        for name, counts in (("rows", ("rows", "steps")), ("queries fired", ("fires", "queries"))):
             if (quantity := f"{name}, rank={low} over rank={high}") in wanted:
                 found[quantity] = quotient(*groups, *counts)
     return found
@@ -221,8 +225,8 @@ def _tables(needle_cells: Rows, text_cells: Rows, config: ml_collections.ConfigD
     columns = ["table", "workload", "prefix", "variant", "method", "ratio", "intact", "95%", "exact", "attended"]
     columns += ["fetched", "fires", "overflow", "dropped", "published"]
     parts = [tables.render([_line(cell) for cell in needle_cells], columns), "Held-out queries:"]
-    shares = ["workload", "variant", "method", "sequences", "coverage", "95%", "hard_recall", "hard_share", "fire_rate"]
-    shares += ["rows_per_query", "gate_open", "gate_open_hard", "recall_at", "published"]
+    shares = ["workload", "variant", "method", "trials", "coverage", "95%", "hard_recall", "hard_share"]
+    shares += ["fetched", "fires", "queries_fired", "gate_open", "gate_open_hard", "recall_at", "published"]
     parts.append(tables.render([_heard_line(cell) for cell in text_cells], shares))
     legend = LEGEND.format(published=published.legend(), tau=tau)
     return "\n\n".join([*parts, legend, needle_report.CAUTION])
@@ -248,4 +252,5 @@ def _line(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 def _heard_line(cell: Mapping[str, Any]) -> dict[str, Any]:
     known = cell["lo"] is not None
-    return dict(cell) | {"95%": f"{cell['lo']:.3f}-{cell['hi']:.3f}" if known else None}
+    names = {"fetched": cell["fetched_per_step"], "fires": cell["fire_rate"]}
+    return dict(cell) | names | {"95%": f"{cell['lo']:.3f}-{cell['hi']:.3f}" if known else None}
