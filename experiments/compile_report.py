@@ -15,7 +15,7 @@ What the columns say, and how far to trust them:
                             conditional the dearest branch. The H200's says nothing: empty.
   declared_mb               what the TPU kernels of a program declare, conditionals left out.
   account_mb                our own count of what has to cross the memory bus, each array once: the byte account.
-  accessed_ratio, account_ratio   that of the dense step over the policy's.
+  accessed_ratio, account_ratio   that of the dense step over the policy's; of plain XLA by account only.
 
 'step dense', 'step common path' and 'step as deployed' run on the kernels, 'xla step ...' is what implementation=None
 picks. 'As deployed' holds rare branches (serve dense on overflow, close a block): its counts are those of the dearest
@@ -104,7 +104,8 @@ def with_ratios(program, found: dict[tuple, dict[str, Any]]) -> dict[str, Any]:
     row = dict.fromkeys((*FACTS, *COLUMNS)) | found[program.name, program.rows]
     dense = found.get((program.dense, program.rows), {})
     for ratio, size in RATIOS.items():
-        if row[size] and dense.get(size) is not None:
+        counted = size == "account_mb" or not program.name.startswith("xla")  # loops: their bodies are counted once
+        if counted and row[size] and dense.get(size) is not None:
             row[ratio] = dense[size] / row[size]
     return row
 

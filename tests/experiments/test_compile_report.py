@@ -58,6 +58,7 @@ def test_every_program_has_a_row_and_steps_have_ratios(told, tmp_path, capsys):
     dense, policy = (float(found[f"step {name}"]["account_mb"]) for name in ("dense", "common path"))
     assert float(step["account_ratio"]) == pytest.approx(dense / policy, rel=1e-4) and dense > policy
     assert step["accessed_ratio"] == "1"
+    assert found["xla step common path"]["accessed_ratio"] == "" and found["xla step common path"]["account_ratio"]
     assert found["step dense"]["account_ratio"] == found["kernel attend, tier 1"]["account_ratio"] == ""
     printed = capsys.readouterr().out
     assert f"{ROWS} rows: dense" in printed and "tier 1 " in printed
