@@ -8,6 +8,7 @@ floats chunk by chunk, where they are read.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kernels_pallas import blocks
 
@@ -49,6 +50,15 @@ def to_words(rows: Array, width: int | None = None) -> Array:
 def to_floats(words: Array) -> Array:
     """bfloat16 of uint16, float32 of uint32; floats stay as they are."""
     return lax.bitcast_convert_type(words, _FLOAT[words.dtype.name]) if words.dtype.name in _FLOAT else words
+
+
+def row_major(values: Array) -> Array:
+    """values [B, S, ...], row after row in memory. Only inside jit.
+
+    For a buffer in which a loop writes: XLA for a GPU would lay it out to suit a product with what is written, once in
+    a block, and transpose all of it before and after the loop, every step.
+    """
+    return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 
 
 def take_rows(values: Array, position: Array) -> Array:
