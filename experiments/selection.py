@@ -142,7 +142,8 @@ class Lab:
             loading = {name: self.config[name] for name in ("text", "weights_dtype", "chunk")}
             methods = map(baselines.method, names)
             cells = Cells(twin.path, **loading, methods=methods, prose=self._prose.get(ranks))
-            self._prose[ranks] = cells.prose
+            if ranks:
+                self._prose[ranks] = cells.prose
             self._cells = (twin, names), cells
         return self._cells[1]
 

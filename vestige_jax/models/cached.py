@@ -24,7 +24,7 @@ QUERY_BLOCKS = 8  # at most, so that a long sequence compiles as fast as a short
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MLAState:
-    """What one MLA layer carries from token to token.
+    """What one layer with a cache, MLA or GQA, carries from token to token.
 
     cache: the VestigeKV cache of its rows.
     queries: float32 [B, 64, H, C], the last absorbed queries of the prompt, oldest first.
