@@ -90,6 +90,13 @@ def test_a_command_line_that_cannot_be_meant(arguments, message):
         compile_report.launch(["compile_report", *arguments])
 
 
+def test_a_step_that_copies_its_cache_has_failed(told, tmp_path, capsys, monkeypatch):
+    made = compilers.Compiled(1.0, 90_000_000, 80_000_000, None, None)
+    monkeypatch.setattr(Told, "compile", lambda self, *_, **__: made)
+    assert compile_report.main("h200", [ROWS], ["step", "kernel compact, 64"], tmp_path) == 3
+    assert "copies the cache: 80 MB of temporaries beside 14 MB" in capsys.readouterr().out
+
+
 def test_names_that_begin_no_program(told, tmp_path):
     with pytest.raises(UserError, match="--only=warp names no program"):
         compile_report.main("h200", [ROWS], ["warp"], tmp_path)
