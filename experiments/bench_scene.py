@@ -109,13 +109,14 @@ def _z(spec: CacheSpec, cache: Cache, queries: Array, share: float) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _z_of(spec, cache, query, share):
     threshold = attention.attended(spec, cache, query).peak
-    probe = indexing.prepare(spec, cache.index.basis, query)
+    probe = indexing.prepare(spec, cache.index.basis, query, cache.index.step)
     slots = jnp.arange(spec.archive_rows)
 
     def one(sequence):
         probe, threshold, archive, index = jax.tree.map(lambda x: x[None], sequence)
         rows = to_floats(archive.words)[..., spec.latent_dim : spec.row_dim]
-        known = recall.probe_scores(probe._replace(residual=0 * probe.residual), rows, index.code, index.bound)
+        code = indexing.sketch(spec, index.code)
+        known = recall.probe_scores(probe._replace(residual=0 * probe.residual), rows, code, index.bound)
         need = (threshold[..., None] - known) / (probe.residual * index.bound)  # one term: eta
         archived = ~archive.kept & (slots < archive.closed)
         ordered = jnp.sort(jnp.where(archived, need.min(1), jnp.inf), -1)[0]

@@ -74,7 +74,7 @@ def _attend_tail(spec: CacheSpec, cache: Cache, item: Item):
 
 
 def _scan(spec: CacheSpec, cache: Cache, item: Item) -> Margins:
-    probe = indexing.prepare(spec, cache.index.basis, item["query"])
+    probe = indexing.prepare(spec, cache.index.basis, item["query"], cache.index.step)
     probe = probe._replace(residual=cache.calibration.z[:, None, None] * probe.residual)
     return recall.scan(spec, cache, probe, item["threshold"])
 
