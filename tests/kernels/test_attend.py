@@ -47,7 +47,7 @@ def listing(backend, latent, scale):
     )
 
 
-FAST_RANGE = {(backend, "tiny", jnp.bfloat16) for backend in BACKENDS}
+FAST_RANGE = {(backend, "tiny", jnp.bfloat16) for backend in BACKENDS[:2]}
 
 
 @pytest.mark.parametrize("backend, size, dtype", quick(FAST_RANGE, BACKENDS, SIZES, DTYPES))
