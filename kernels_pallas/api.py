@@ -137,7 +137,7 @@ def scan(
     latent_dim = rows.shape[2] - branch.shape[2] if latent_dim is None else latent_dim
     problem = _tpu_problem(rows)
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32):
-        problem = f"code is {code.dtype}, and the TPU compiler loads bfloat16 and float32 only"
+        problem = f"code is {code.dtype}, and the TPU kernel reads bfloat16 and float32 only"
     gpu_problem = _scan_problem(rows, code, branch.shape[2], latent_dim)
     kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": gpu_problem})
     if kind == "xla" or rows.shape[1] == 0:
@@ -195,7 +195,7 @@ def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) ->
     if rows.dtype.name not in ("uint16", "bfloat16"):
         return f"rows are {rows.dtype}, and Hopper's tensor cores multiply bfloat16 exactly, float32 not"
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"code is {code.dtype}, and Hopper's tensor cores multiply 16-bit floats exactly, float32 not"
+        return f"code is {code.dtype}, and Hopper's tensor cores multiply 16-bit floats exactly, other codes not"
     if branch_dim % 16 or latent_dim % 16 or rows.shape[2] % 8:
         return f"branch_dim={branch_dim} and latent_dim={latent_dim} must be multiples of 16"
     wide = branch_dim + code.shape[2] > 272
