@@ -85,7 +85,8 @@ def attend_list(
 ) -> Part:
     """Exact attention of every query over rows gathered by a list (VestigeKV §3).
 
-    On a TPU the gather is part of the kernel; elsewhere XLA gathers, and `attend` reads the copies.
+    The gather is part of the kernels, which copy the 8 rows that lie together around an entry; without them XLA
+    gathers, and `attend` reads the copies.
 
     Args
       query [B, Q, C], rows [B, S, W] as in `attend`; position int32 [B, F]: the list; count int32 [B]: entries
@@ -96,10 +97,15 @@ def attend_list(
     if rows.shape[1] % blocks.TOGETHER:
         problem = f"rows has {rows.shape[1]} slots and a TPU copies {blocks.TOGETHER} rows that lie together"
     kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": _attend_problem(rows, latent_dim)})
-    if kind != "mosaic_tpu" or 0 in (rows.shape[1], position.shape[1]):
-        plain = kind if kind == "mosaic_gpu" else "xla"
+    if kind == "xla" or 0 in (rows.shape[1], position.shape[1]):
         gathered = take_rows(rows, position)
-        return attend(query, gathered, count, latent_dim=latent_dim, scale=scale, implementation=plain)
+        return reference.attend(query, gathered, count, latent_dim=latent_dim, scale=scale)
+    if kind == "mosaic_gpu":
+        from kernels_pallas import attend_gpu
+
+        return attend_gpu.attend_list(
+            query, rows, position, count, latent_dim=latent_dim, scale=scale, blocks=blocks.GpuBlocks()
+        )
     from kernels_pallas import attend_tpu
 
     return attend_tpu.attend_list(

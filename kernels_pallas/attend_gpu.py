@@ -1,4 +1,4 @@
-"""Flash decode for Hopper GPUs (Mosaic GPU): a contiguous range of rows in one pass (VestigeKV §3).
+"""Flash decode for Hopper GPUs (Mosaic GPU): a range of rows, or rows gathered by a list, in one pass (VestigeKV §3).
 
 A thread block takes every n-th block of rows. One warpgroup brings rows into shared memory; two others each score them
 with every query and keep the output of one half of the latent. A tensor core works on 64 queries at a time and a decode
@@ -17,6 +17,7 @@ from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
 from kernels_pallas.hopper import ROW, TILE, tiled, transposed
 from kernels_pallas.parts import Part
+from kernels_pallas.sources_gpu import Listed, Range, listed
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
 Array = jax.Array
@@ -30,20 +31,41 @@ _STRIP = 64  # columns of the output that are multiplied at once: what fits into
 def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
     """See `kernels_pallas.attend`; rows [B, S, C] are bfloat16 or its words."""
     batch, queries, _ = query.shape
+    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
+    source = Range(_whole(rows, blocks.attend_rows))
+    return _run(query, source, length, latent_dim=latent_dim, scale=scale, blocks=blocks)
+
+
+def attend_list(
+    query: Array, rows: Array, position: Array, count: Array, *, latent_dim, scale, blocks: GpuBlocks
+) -> Part:
+    """See `kernels_pallas.attend_list`. A block holds the 8 rows around every entry; all but the entry are masked."""
+    source = listed(_whole(rows, TILE), position, count, blocks.attend_rows)
+    length = jnp.broadcast_to((TILE * count.astype(jnp.int32))[:, None], query.shape[:2])
+    return _run(query, source, length, latent_dim=latent_dim, scale=scale, blocks=blocks)
+
+
+def _whole(rows: Array, least: int) -> Array:
+    """The rows as floats, whole groups of them: of a buffer that ends within a group a copy."""
     rows = lax.bitcast_convert_type(rows, float_dtype(rows))
-    size = blocks.attend_rows
-    rows = pad_axis(rows, 1, max(size, round_up(rows.shape[1], TILE)))  # a copy, of a buffer of broken groups
+    return pad_axis(rows, 1, max(least, round_up(rows.shape[1], TILE)))
+
+
+def _run(query: Array, source: Range | Listed, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
+    """Attend the first length int32 [B, Q] slots of a source."""
+    batch, queries, _ = query.shape
+    size, (rows, *_) = blocks.attend_rows, source
     tiles = pl.cdiv(queries, QUERIES)
     query = pad_axis(pad_axis(query.astype(rows.dtype), 1, tiles * QUERIES), 2, rows.shape[2])
     query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
-    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
     length = pad_axis(length, 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
-    splits = max(1, min(pl.cdiv(rows.shape[1], size), blocks.attend_ctas // (batch * tiles)))
+    splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles)))
 
     lead = (batch, tiles, splits)
     out, sums = plgpu.kernel(
         functools.partial(
             _kernel,
+            kind=type(source),
             latent_dim=latent_dim,
             scale=scale,
             size=size,
@@ -59,11 +81,13 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
         grid_names=("split", "tile", "batch"),
         num_threads=_WORKERS + 1,
         thread_name="warpgroup",
-    )(length.max(-1), jnp.tile(length, (1, 1, 2)), query, rows)
+    )(length.max(-1), jnp.tile(length, (1, 1, 2)), query, *source)
     return _combine(out, sums, queries)
 
 
-def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size, splits, stages, registers):
+def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits, stages, registers):
+    source, (out, sums) = kind(*refs[:-2]), refs[-2:]
+    rows = source.rows
     split, tile, b = (lax.axis_index(name) for name in ("split", "tile", "batch"))
     group = lax.axis_index("warpgroup")
     live = pl.cdiv(longest[b, tile], size)
@@ -74,9 +98,9 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
 
     def place(j):  # the slots of a block begin at `first`; the last block is moved back to end where the rows do
         first = (split + j * splits) * size
-        return first, jnp.minimum(first, rows.shape[1] - size)
+        return first, jnp.minimum(first, source.slots - size)
 
-    def body(queries, buffers, lengths, arrived, free, ready, *spare):
+    def body(queries, buffers, marks, lengths, arrived, free, ready, *spare):
         @pl.when(group == _WORKERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
@@ -90,7 +114,7 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
                     plgpu.barrier_wait(free.at[slot])
 
                 _, start = place(j)
-                plgpu.copy_gmem_to_smem(rows.at[b, pl.ds(start, size), :], buffers.at[slot], arrived.at[slot])
+                source.copy(b, start, buffers.at[slot], [mark.at[slot] for mark in marks], arrived.at[slot])
 
         @pl.when(group < _WORKERS)
         def _():
@@ -118,6 +142,7 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
                 first, start = place(j)
                 slots = start + plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 1, layout=plgpu.Layout.WGMMA)
                 seen = (slots >= first) & (slots < _across(own, score))
+                seen = source.narrow(seen, [mark.at[slot] for mark in marks])
                 score = jnp.where(seen, score, -jnp.inf)
                 new = jnp.maximum(peak, score.max(1))
                 floor = jnp.where(new == -jnp.inf, 0.0, new)  # no row yet: weights exp(-inf) = 0, never NaN
@@ -159,8 +184,9 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
         body,
         tiled((_TILE, rows.shape[2]), rows.dtype),
         tiled((stages, size, rows.shape[2]), rows.dtype),
+        source.marks(stages, size),
         plgpu.SMEM((_TILE,), jnp.int32),
-        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_arrivals=source.copies(size), num_barriers=stages),
         plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
         *([tiled((_WORKERS, _TILE, size), rows.dtype)] if not registers else []),
