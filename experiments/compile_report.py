@@ -21,7 +21,7 @@ What the columns say, and how far to trust them:
 picks. 'As deployed' holds rare branches (serve dense on overflow, close a block): its counts are those of the dearest
 one. The common path is the same step without them, 0.5% of the rows fetched. What keeps its account below the published
 3.9 is printed above the table: the tail, which is read whole, margins and membership, and fetches (on a TPU of eight
-rows that lie together, on the H200 of a copy that is then read).
+rows that lie together).
 
 Rows go to compiled.jsonl, the table of a target to TARGET.csv; a run that was stopped goes on there.
 """

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
-from kernels_pallas.hopper import ROW, TILE, tiled, transposed
+from kernels_pallas.hopper import ROW, TILE, swizzle, tiled, transposed
 from kernels_pallas.parts import Part
 from kernels_pallas.sources_gpu import Listed, Range, listed
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
@@ -30,35 +30,30 @@ _STRIP = 64  # columns of the output that are multiplied at once: what fits into
 
 def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
     """See `kernels_pallas.attend`; rows [B, S, C] are bfloat16 or its words."""
-    batch, queries, _ = query.shape
-    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
-    source = Range(_whole(rows, blocks.attend_rows))
-    return _run(query, source, length, latent_dim=latent_dim, scale=scale, blocks=blocks)
+    size = blocks.attend_rows
+    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
+    rows = pad_axis(rows, 1, max(size, round_up(rows.shape[1], TILE)))  # a copy, of a buffer of broken groups
+    length = jnp.broadcast_to(length.reshape(len(query), -1), query.shape[:2])
+    return _run(query, Range(rows), length, size, latent_dim=latent_dim, scale=scale, blocks=blocks)
 
 
 def attend_list(
     query: Array, rows: Array, position: Array, count: Array, *, latent_dim, scale, blocks: GpuBlocks
 ) -> Part:
-    """See `kernels_pallas.attend_list`. A block holds the 8 rows around every entry; all but the entry are masked."""
-    source = listed(_whole(rows, TILE), position, count, blocks.attend_rows)
-    length = jnp.broadcast_to((TILE * count.astype(jnp.int32))[:, None], query.shape[:2])
-    return _run(query, source, length, latent_dim=latent_dim, scale=scale, blocks=blocks)
+    """See `kernels_pallas.attend_list`; rows as in `attend`."""
+    size = blocks.gather_rows
+    length = jnp.broadcast_to(count[:, None], query.shape[:2])
+    source = listed(rows, position, size)
+    return _run(query, source, length, size, latent_dim=latent_dim, scale=scale, blocks=blocks)
 
 
-def _whole(rows: Array, least: int) -> Array:
-    """The rows as floats, whole groups of them: of a buffer that ends within a group a copy."""
-    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
-    return pad_axis(rows, 1, max(least, round_up(rows.shape[1], TILE)))
-
-
-def _run(query: Array, source: Range | Listed, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
-    """Attend the first length int32 [B, Q] slots of a source."""
+def _run(query: Array, source: Range | Listed, length: Array, size: int, *, latent_dim, scale, blocks) -> Part:
+    """Attend the first length [B, Q] slots of a source, `size` of them at once."""
     batch, queries, _ = query.shape
-    size, (rows, *_) = blocks.attend_rows, source
     tiles = pl.cdiv(queries, QUERIES)
-    query = pad_axis(pad_axis(query.astype(rows.dtype), 1, tiles * QUERIES), 2, rows.shape[2])
+    query = pad_axis(pad_axis(query.astype(source.rows.dtype), 1, tiles * QUERIES), 2, source.width)
     query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
-    length = pad_axis(length, 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
+    length = pad_axis(length.astype(jnp.int32), 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
     splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles)))
 
     lead = (batch, tiles, splits)
@@ -87,12 +82,13 @@ def _run(query: Array, source: Range | Listed, length: Array, *, latent_dim, sca
 
 def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits, stages, registers):
     source, (out, sums) = kind(*refs[:-2]), refs[-2:]
-    rows = source.rows
+    width, dtype = source.width, source.rows.dtype
     split, tile, b = (lax.axis_index(name) for name in ("split", "tile", "batch"))
     group = lax.axis_index("warpgroup")
     live = pl.cdiv(longest[b, tile], size)
     mine = pl.cdiv(jnp.maximum(live - split, 0), splits)  # blocks split, split + splits, ... with a row
     half = latent_dim // _WORKERS
+    swizzled = swizzle(dtype, width, half, size)
     strip = min(_STRIP, half)
     columns = [pl.ds(pl.multiple_of(group * half + i, strip), strip) for i in range(0, half, strip)]
 
@@ -100,21 +96,11 @@ def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits
         first = (split + j * splits) * size
         return first, jnp.minimum(first, source.slots - size)
 
-    def body(queries, buffers, marks, lengths, arrived, free, ready, *spare):
+    def body(queries, buffers, lengths, arrived, free, ready, scratch, *spare):
         @pl.when(group == _WORKERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-
-            @pl.loop(0, mine)
-            def _(j):
-                slot = lax.rem(j, stages)
-
-                @pl.when(j >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-
-                _, start = place(j)
-                source.copy(b, start, buffers.at[slot], [mark.at[slot] for mark in marks], arrived.at[slot])
+            source.bring(b, lambda j: place(j)[1], mine, buffers, swizzled, arrived, free, *scratch)
 
         @pl.when(group < _WORKERS)
         def _():
@@ -142,7 +128,6 @@ def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits
                 first, start = place(j)
                 slots = start + plgpu.broadcasted_iota(jnp.int32, (_TILE, size), 1, layout=plgpu.Layout.WGMMA)
                 seen = (slots >= first) & (slots < _across(own, score))
-                seen = source.narrow(seen, [mark.at[slot] for mark in marks])
                 score = jnp.where(seen, score, -jnp.inf)
                 new = jnp.maximum(peak, score.max(1))
                 floor = jnp.where(new == -jnp.inf, 0.0, new)  # no row yet: weights exp(-inf) = 0, never NaN
@@ -182,14 +167,14 @@ def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits
 
     pl.run_scoped(
         body,
-        tiled((_TILE, rows.shape[2]), rows.dtype),
-        tiled((stages, size, rows.shape[2]), rows.dtype),
-        source.marks(stages, size),
+        tiled((_TILE, width), dtype, swizzled),
+        tiled((stages, size, width), dtype, swizzled),
         plgpu.SMEM((_TILE,), jnp.int32),
-        plgpu.Barrier(num_arrivals=source.copies(size), num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
-        *([tiled((_WORKERS, _TILE, size), rows.dtype)] if not registers else []),
+        source.scratch(stages, size),
+        *([tiled((_WORKERS, _TILE, size), dtype, swizzled)] if not registers else []),
         collective_axes="warpgroup",
     )
 

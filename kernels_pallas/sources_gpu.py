@@ -1,9 +1,9 @@
-"""Where the Hopper attention kernel takes a block of rows from: a range of a buffer, or what a list names in it.
+"""How the Hopper attention kernel brings rows into shared memory: a range of a buffer, or what a list names in it.
 
-A source holds arrays outside of a kernel, and their references inside. It has `slots` in all; slots past the rows that
-are there, or that a block brings along and nobody asked for, are masked.
+A source holds arrays outside of a kernel, and their references inside. The copying warpgroup runs its `bring`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,14 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.hopper import COLUMN, TILE, load
-from kernels_pallas.tiles import pad_axis, round_up
+from kernels_pallas.hopper import load
+from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
 Array = jax.Array
 
+STRIP = 64  # numbers in the 128 bytes that a bulk copy moves multiples of, and that its place is aligned to
+_AHEAD = 8  # entries of a list that are read together: they lie in one cache line
+
 
 class Range(NamedTuple):
-    """Slot s is row s; one copy brings a block."""
+    """Slot s is row s; one copy brings a block, in the layout that tensor cores read."""
 
     rows: Array  # [B, S, C]
 
@@ -27,64 +30,86 @@ class Range(NamedTuple):
     def slots(self) -> int:
         return self.rows.shape[1]
 
-    def copies(self, size: int) -> int:
-        """Copies that bring a block of `size` slots."""
-        return 1
+    @property
+    def width(self) -> int:
+        return self.rows.shape[2]
 
-    def marks(self, stages: int, size: int) -> list:
-        """Shared memory that a source wants beside the rows."""
+    def scratch(self, stages: int, size: int) -> list:
+        """What `bring` needs beside the buffers."""
         return []
 
-    def copy(self, b, start, buffer, marks, arrived) -> None:
-        """Start to bring the slots from `start` on into a buffer; each copy arrives at the barrier."""
-        plgpu.copy_gmem_to_smem(self.rows.at[b, pl.ds(start, buffer.shape[0]), :], buffer, arrived)
+    def bring(self, b, start, mine, buffers, swizzled, arrived, free) -> None:
+        """Bring the block at slot start(j) into buffer j % stages as soon as that is free, for all j < mine."""
+        stages, size, _ = buffers.shape
 
-    def narrow(self, seen: Array, marks) -> Array:
-        """seen [Q, size] without the slots that nobody asked for."""
-        return seen
+        @pl.loop(0, mine)
+        def _(j):
+            slot = lax.rem(j, stages)
+            pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            plgpu.copy_gmem_to_smem(self.rows.at[b, pl.ds(start(j), size), :], buffers.at[slot], arrived.at[slot])
 
 
 class Listed(NamedTuple):
-    """Slots 8 f ... 8 f + 7 are the group of rows that entry f of the list lies in; one copy brings a group.
+    """Slot f is entry f of a list. A bulk copy brings a row as it lies, all those of `stages` blocks are in flight.
 
-    The copy engine moves whole tiles of 8 rows into the layout that tensor cores read.
+    The copy engine writes the layout that tensor cores read only 8 rows at a time: of single rows it makes a plain copy
+    in shared memory, and the warpgroup moves that over.
     """
 
-    rows: Array  # [B, S, C], S a multiple of 8
-    group: Array  # int32 [B, F], the group an entry lies in
-    asked: Array  # int32 [B, 8 F], 1 in the slot that is an entry of the list
+    rows: Array  # [B, S, C / 64, 64]
+    position: Array  # int32 [B, F], whole blocks of rows that exist
 
     @property
     def slots(self) -> int:
-        return self.asked.shape[1]
+        return self.position.shape[1]
 
-    def copies(self, size: int) -> int:
-        """See `Range`; all are in flight at once."""
-        return size // TILE + 1
+    @property
+    def width(self) -> int:
+        return self.rows.shape[2] * STRIP
 
-    def marks(self, stages: int, size: int) -> list:
-        """See `Range`: what is asked for of a block."""
-        return [plgpu.SMEM((stages, size), jnp.int32)]
-
-    def copy(self, b, start, buffer, marks, arrived) -> None:
-        """See `Range`. The list is read before the first copy starts: a barrier stands before each."""
-        size = buffer.shape[0]
-        first = start // TILE
-        groups = [self.group[b, first + i] for i in range(size // TILE)]
-        plgpu.copy_gmem_to_smem(self.asked.at[b, pl.ds(start, size)], marks[0], arrived)
-        for i, group in enumerate(groups):
-            source = self.rows.at[b, pl.ds(pl.multiple_of(group * TILE, TILE), TILE), :]
-            plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(i * TILE, TILE), :], arrived)
-
-    def narrow(self, seen: Array, marks) -> Array:
+    def scratch(self, stages: int, size: int) -> list:
         """See `Range`."""
-        return seen & (lax.broadcast_in_dim(load(marks[0], COLUMN), seen.shape, [1]) != 0)
+        plain = plgpu.SMEM((stages, size, *self.rows.shape[2:]), self.rows.dtype)
+        return [plain, plgpu.Barrier(num_arrivals=size, num_barriers=stages)]
+
+    def bring(self, b, start, mine, buffers, swizzled, arrived, free, plain, landed) -> None:
+        """See `Range`."""
+        stages, size, _ = buffers.shape
+        layout = plgpu.Layout.SMEM_GMEM_COPY((size, STRIP), self.rows.dtype, swizzled)
+
+        def fetch(j):
+            slot = lax.rem(j, stages)
+
+            @pl.loop(0, size // _AHEAD)
+            def _(i):
+                listed = [self.position[b, start(j) + i * _AHEAD + n] for n in range(_AHEAD)]
+                for n, row in enumerate(listed):
+                    place = plain.at[slot, i * _AHEAD + n]
+                    plgpu.copy_gmem_to_smem(self.rows.at[b, row], place, landed.at[slot])
+
+        for j in range(stages):
+            pl.when(j < mine)(functools.partial(fetch, jnp.int32(j)))
+
+        @pl.loop(0, mine)
+        def _(j):
+            slot = lax.rem(j, stages)
+            plgpu.barrier_wait(landed.at[slot])
+            pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            for n in range(plain.shape[2]):
+                strip = load(plain.at[slot, :, n, :], layout, conflicts=swizzled == 32)  # of tiny sizes only
+                buffers[slot, :, pl.ds(n * STRIP, STRIP)] = strip
+            plgpu.commit_smem()  # tensor cores see the block, and the copy engine may overwrite the plain copy
+            plgpu.barrier_arrive(arrived.at[slot])
+            pl.when(j + stages < mine)(functools.partial(fetch, j + stages))
 
 
-def listed(rows: Array, position: Array, count: Array, size: int) -> Listed:
-    """The entries f < count [B] of position int32 [B, F], in whole blocks of `size` slots: see `Listed`."""
-    width = round_up(position.shape[1], size // TILE)
-    position = pad_axis(jnp.clip(position.astype(jnp.int32), 0, rows.shape[1] - 1), 1, width)
-    entry = jnp.where(jnp.arange(width) < count[:, None], position % TILE, -1)
-    asked = entry[..., None] == jnp.arange(TILE)
-    return Listed(rows, position // TILE, asked.reshape(len(asked), -1).astype(jnp.int32))
+def listed(rows: Array, position: Array, size: int) -> Listed:
+    """The rows [B, S, C] at position int32 [B, F], in blocks of `size`; positions outside [0, S) are clamped.
+
+    Rows that are not whole strips are padded: a copy, of tiny sizes only.
+    """
+    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
+    rows = pad_axis(rows, 2, round_up(rows.shape[2], STRIP))
+    position = jnp.clip(position.astype(jnp.int32), 0, rows.shape[1] - 1)
+    position = pad_axis(position, 1, round_up(position.shape[1], size))
+    return Listed(rows.reshape(*rows.shape[:2], -1, STRIP), position)
