@@ -34,7 +34,8 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
     rows = lax.bitcast_convert_type(rows, float_dtype(rows))
     rows = pad_axis(rows, 1, max(size, round_up(rows.shape[1], TILE)))  # a copy, of a buffer of broken groups
     length = jnp.broadcast_to(length.reshape(len(query), -1), query.shape[:2])
-    return _run(query, Range(rows), length, size, latent_dim=latent_dim, scale=scale, blocks=blocks)
+    most = blocks.attend_ctas
+    return _run(query, Range(rows), length, size, most, latent_dim=latent_dim, scale=scale, blocks=blocks)
 
 
 def attend_list(
@@ -44,17 +45,20 @@ def attend_list(
     size = blocks.gather_rows
     length = jnp.broadcast_to(count[:, None], query.shape[:2])
     source = listed(rows, position, size)
-    return _run(query, source, length, size, latent_dim=latent_dim, scale=scale, blocks=blocks)
+    most = blocks.gather_splits
+    return _run(query, source, length, size, most, latent_dim=latent_dim, scale=scale, blocks=blocks)
 
 
-def _run(query: Array, source: Range | Listed, length: Array, size: int, *, latent_dim, scale, blocks) -> Part:
-    """Attend the first length [B, Q] slots of a source, `size` of them at once."""
+def _run(
+    query: Array, source: Range | Listed, length: Array, size: int, most: int, *, latent_dim, scale, blocks
+) -> Part:
+    """Attend the first length [B, Q] slots of a source, `size` of them at once, in at most `most` parts."""
     batch, queries, _ = query.shape
     tiles = pl.cdiv(queries, QUERIES)
     query = pad_axis(pad_axis(query.astype(source.rows.dtype), 1, tiles * QUERIES), 2, source.width)
     query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
     length = pad_axis(length.astype(jnp.int32), 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
-    splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles)))
+    splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles), most))
 
     lead = (batch, tiles, splits)
     out, sums = plgpu.kernel(
