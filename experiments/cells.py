@@ -5,7 +5,7 @@ prefilled once, whatever is measured on it.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,11 +50,20 @@ class Cells:
         """Layers that have a cache."""
         return len(self.model.config.full_attn_layers)
 
-    def spec(self, batch: Batch, *, block: int, rows_dtype: str, ratios, **fields: Any) -> CacheSpec:
+    def spec(
+        self,
+        batch: Batch,
+        *,
+        block: int,
+        rows_dtype: str,
+        ratios: Sequence[float],
+        methods: Iterable[baselines.Method] | None = None,
+        **fields: Any,
+    ) -> CacheSpec:
         """One spec for every method and ratio: tier 1 has room for the largest keep set; smaller ones fit in.
 
-        block 0 is the whole prefix. Raises ValueError where the tail could serve the needle, or would close, and for a
-        method that cannot be served like this.
+        block 0 is the whole prefix; methods, those that are served under it, by default all. Raises ValueError where
+        the tail could serve the needle, or would close, and for a method that cannot be served like this.
         """
         block = block or batch.prefix
         if batch.prefix % block:
@@ -67,7 +76,7 @@ class Cells:
         capacity, stored = batch.prefix + batch.longest, dtype("rows_dtype", rows_dtype)
         sizes = dict(block=block, ratio=1 / min(ratios), trace=True, dtype=stored)
         spec = self.model.config.cache_spec(capacity, **sizes, **fields)
-        for method in self.methods:
+        for method in self.methods if methods is None else methods:
             serving.check(spec, method)
         return spec
 

@@ -28,6 +28,7 @@ class Program:
     build: Callable[[], tuple]  # function, arguments and what is donated
     moved: int | None = None  # bytes by the account; None: it makes none
     dense: str | None = None  # the program that its bytes are compared with
+    cache: int | None = None  # bytes of the rows that a step may not copy
 
 
 def every(compiler: Compiler, rows: int) -> Iterator[Program]:
@@ -83,14 +84,15 @@ def steps(compiler: Compiler, rows: int, implementation: str | None, name: str) 
     archive = spec.archive_rows
     moved = account.policy(size, archive=archive, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
     query, row = (_shape(1, *n, LATENT + BRANCH, dtype=jnp.bfloat16) for n in ((HEADS,), ()))
+    kept = archive * size.row
 
     def build(function):
         return functools.partial(function, spec), (_cache(compiler, rows, implementation), query, row), (0,)
 
     dense = f"{name} dense"
-    yield Program(dense, rows, lambda: build(_dense_step), account.dense(size, archive=archive, tail=BLOCK))
-    yield Program(f"{name} common path", rows, lambda: build(_common_step), sum(moved.values()), dense)
-    yield Program(f"{name} as deployed", rows, lambda: build(vj.step))
+    yield Program(dense, rows, lambda: build(_dense_step), account.dense(size, archive=archive, tail=BLOCK), cache=kept)
+    yield Program(f"{name} common path", rows, lambda: build(_common_step), sum(moved.values()), dense, kept)
+    yield Program(f"{name} as deployed", rows, lambda: build(vj.step), cache=kept)
 
 
 def account_line(compiler: Compiler, rows: int) -> str:

@@ -9,6 +9,7 @@ A TPU's compiler is libtpu, Hopper's is jax's CUDA plugin with its ptxas. Nothin
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -55,6 +56,15 @@ def version(target: str) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
+def installed(name: str) -> bool:
+    """Whether the environment of the caller has the compiler: on a machine with such a device."""
+    module = "libtpu" if name == "tpu" else "jax_plugins.xla_cuda13"
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even jax_plugins
+        return False
+
+
 def folder(name: str) -> pathlib.Path:
     """Where the compiler is kept, one folder for each jax."""
     return FOLDER / f"{name}-jax{importlib.metadata.version('jax')}"
@@ -66,7 +76,7 @@ def fetch(name: str) -> None:
     Raises UserError where pip fails: without a network, say.
     """
     place = folder(name)
-    if (place / "complete").exists():
+    if (place / "complete").exists() or installed(name):
         return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", place]
     print(f"fetching {' '.join(packages(name))} into {place.relative_to(ROOT)}", flush=True)
@@ -76,9 +86,9 @@ def fetch(name: str) -> None:
 
 
 def environment(name: str) -> dict[str, str]:
-    """The environment of a process that compiles. Raises UserError if the compiler has not been fetched."""
+    """The environment of a process that compiles. Raises UserError if the compiler is neither installed nor fetched."""
     place = folder(name)
-    if not (place / "complete").exists():
+    if not (place / "complete").exists() and not installed(name):
         raise UserError(f"the compiler is missing: make aot-{name} fetches it into {place.relative_to(ROOT)}")
     path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
     return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path} | (_TPU_ENVIRONMENT if name == "tpu" else {})

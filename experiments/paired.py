@@ -1,4 +1,4 @@
-"""Estimates from needle rows, with 95% intervals: shares, and differences between two methods on the same trials."""
+"""Estimates from rows, with 95% intervals: shares, differences of methods on the same trials, quotients of counts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,6 +47,31 @@ def difference(one: Rows, other: Rows) -> Estimate:
     same = {row.get("checkpoint") for row in one} == {row.get("checkpoint") for row in other}
     value = float(np.nanmean(first) - np.nanmean(second))
     return Estimate(value, *nested(first, second, paired=same), int(np.isfinite(first).sum()), why)
+
+
+def ratio(rows: Rows, some: str, of: str) -> Estimate:
+    """A share of counts, pooled over layers; bootstrap over sequences, which are what was drawn independently."""
+    counts = np.array([(sum(row[some]), sum(row[of])) for row in rows], np.float64).reshape(-1, 2)
+    counts = counts[counts[:, 1] > 0]
+    if not len(counts):
+        return nothing("no query was hard" if of == "hard" and rows else NOTHING)
+    share = lambda drawn: drawn[:, 0].sum() / drawn[:, 1].sum()  # noqa: E731
+    return Estimate(float(share(counts)), *bootstrap(counts, share), len(counts))
+
+
+def quotient(one: Rows, other: Rows, some: str, of: str) -> Estimate:
+    """A share of `one` over that of `other`, on the same sequences."""
+    if not one or not other:
+        return nothing(NOTHING)
+    pairs = {row["trial"]: row for row in other}
+    both = [(row, pairs[row["trial"]]) for row in one if row["trial"] in pairs]
+    counts = np.array([[sum(row[name]) for row in pair for name in (some, of)] for pair in both], np.float64)
+
+    def statistic(drawn: np.ndarray) -> float:
+        first, first_of, second, second_of = drawn.sum(0)
+        return (first / max(first_of, 1)) / max(second / max(second_of, 1), 1 / max(second_of, 1))
+
+    return Estimate(float(statistic(counts)), *bootstrap(counts, statistic), len(counts))
 
 
 def table(rows: Rows) -> np.ndarray:

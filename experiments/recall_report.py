@@ -5,13 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
-import numpy as np
 
 from experiments import claims, needle_report, paired, plots, published, sheets, tables
 from experiments.claims import Estimate
 from experiments.listening import TABLE as HELD_OUT
 from experiments.runner import Run
-from experiments.stats import bootstrap
 
 PLACE = ("table", "workload", "prefix", "variant", "method", "ratio")
 COLUMNS = (
@@ -81,7 +79,8 @@ def summarise(rows: Rows, config: ml_collections.ConfigDict, latent: int) -> Ite
             f"{j}: {value:.3f}" for j, value in zip(config.recall_at, found, strict=True) if value is not None
         )
         cell["recall_at"] = text or None
-        cell["lo"], cell["hi"] = (ratio(group, "covered", "hard").low, ratio(group, "covered", "hard").high)
+        coverage = paired.ratio(group, "covered", "hard")
+        cell |= {"lo": coverage.low, "hi": coverage.high}
         rank = cell["variant"].removeprefix("rank=")
         cell["published"] = _ranks(int(rank) * PUBLISHED_LATENT // latent) if rank.isdigit() else None
         yield cell
@@ -94,31 +93,6 @@ def _row(cell: Mapping[str, Any]) -> dict[str, Any]:
 def _pooled(rows: Rows, some: str, of: str) -> float | None:
     total = sum(sum(row[of]) for row in rows)
     return sum(sum(row[some]) for row in rows) / total if total else None
-
-
-def ratio(rows: Rows, some: str, of: str) -> Estimate:
-    """A share of counts, pooled over layers; bootstrap over sequences, which are what was drawn independently."""
-    counts = np.array([(sum(row[some]), sum(row[of])) for row in rows], np.float64).reshape(-1, 2)
-    counts = counts[counts[:, 1] > 0]
-    if not len(counts):
-        return paired.nothing("no query was hard" if of == "hard" and rows else paired.NOTHING)
-    share = lambda drawn: drawn[:, 0].sum() / drawn[:, 1].sum()  # noqa: E731
-    return Estimate(float(share(counts)), *bootstrap(counts, share), len(counts))
-
-
-def quotient(one: Rows, other: Rows, some: str, of: str) -> Estimate:
-    """A share of `one` over that of `other`, on the same sequences."""
-    if not one or not other:
-        return paired.nothing(paired.NOTHING)
-    pairs = {row["trial"]: row for row in other}
-    both = [(row, pairs[row["trial"]]) for row in one if row["trial"] in pairs]
-    counts = np.array([[sum(row[name]) for row in pair for name in (some, of)] for pair in both], np.float64)
-
-    def statistic(drawn: np.ndarray) -> float:
-        first, first_of, second, second_of = drawn.sum(0)
-        return (first / max(first_of, 1)) / max(second / max(second_of, 1), 1 / max(second_of, 1))
-
-    return Estimate(float(statistic(counts)), *bootstrap(counts, statistic), len(counts))
 
 
 def estimates(rows: Rows, kinds: Mapping[str, str], config: ml_collections.ConfigDict) -> dict[str, Estimate]:
@@ -135,7 +109,7 @@ def estimates(rows: Rows, kinds: Mapping[str, str], config: ml_collections.Confi
         missed = [
             row | {"missed": [h - r for h, r in zip(row["hard"], row["recalled"], strict=True)]} for row in answers
         ]
-        found[f"missed at the answers, {kind}"] = ratio(missed, "missed", "hard")
+        found[f"missed at the answers, {kind}"] = paired.ratio(missed, "missed", "hard")
     heard = [row for row in rows if row["table"] == HELD_OUT]
     return found | _held_out(heard, config)
 
@@ -176,15 +150,15 @@ def _held_out(heard: Rows, config: ml_collections.ConfigDict) -> dict[str, Estim
         group = _heard(heard, workload, variant, method)
         for name, (some, of) in RATIOS.items():
             if (quantity := f"{name}, {workload}, {variant}, {method}") in wanted:
-                found[quantity] = ratio(group, some, of)
+                found[quantity] = paired.ratio(group, some, of)
         if (quantity := f"share of the archive, {workload}, {variant}, {method}") in wanted:
             archived = [row | {"archive": [steps * row["archived"] for steps in row["steps"]]} for row in group]
-            found[quantity] = ratio(archived, "rows", "archive")
+            found[quantity] = paired.ratio(archived, "rows", "archive")
     for low, high in itertools.combinations(config.ranks, 2):
         groups = [_heard(heard, "prose > prose", f"rank={rank}", "vestige") for rank in (low, high)]
         for name, counts in (("rows", ("rows", "steps")), ("queries fired", ("fires", "queries"))):
             if (quantity := f"{name}, rank={low} over rank={high}") in wanted:
-                found[quantity] = quotient(*groups, *counts)
+                found[quantity] = paired.quotient(*groups, *counts)
     return found
 
 

@@ -10,6 +10,7 @@ selection-arms.png.
 
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -17,6 +18,7 @@ from configs import selection as selection_config
 from experiments import corpus, needles, selection_report, sheets, twins
 from experiments.cells import Cells
 from experiments.checkpoints import checkpoint_folder
+from experiments.needle_batch import Batch
 from experiments.runner import Run, launch, reading_input
 from experiments.selection_report import Reach
 from experiments.sheets import Column, Sheet
@@ -119,14 +121,15 @@ class Lab:
         batches = sheets.batches(prefix, drawn, batch)
         layout = {name: config[name] for name in LAYOUT} | dict(block=block, allow_rope=allow_rope)
 
-        def spec(merging: bool) -> CacheSpec:
-            """Tier 1 has room for all methods of its kind: merging has ratios of its own, down to half of the rows."""
-            ratios = [ratio for name, ratio in columns if name != "dense" and _merges(name) == merging]
-            return cells.spec(batches[0], ratios=ratios or [prefix], **layout)
-
-        specs = {merging: spec(merging) for merging in (False, True)}
+        shared = _spec(cells, batches[0], [cell for cell in columns if not _merges(cell[0])], layout)
         made = [
-            Column({"method": name, "ratio": ratio}, specs[_merges(name)], baselines.method(name), ratio)
+            Column(
+                {"method": name, "ratio": ratio},
+                # A merger works for all the room that tier 1 has: it gets what it fills.
+                _spec(cells, batches[0], [(name, ratio)], layout) if _merges(name) else shared,
+                baselines.method(name),
+                ratio,
+            )
             for name, ratio in columns
         ]
         place = {"table": table, "checkpoint": twin.name, "prefix": prefix}
@@ -142,9 +145,17 @@ class Lab:
             loading = {name: self.config[name] for name in ("text", "weights_dtype", "chunk")}
             methods = map(baselines.method, names)
             cells = Cells(twin.path, **loading, methods=methods, prose=self._prose.get(ranks))
-            self._prose[ranks] = cells.prose
+            if ranks:
+                self._prose[ranks] = cells.prose
             self._cells = (twin, names), cells
         return self._cells[1]
+
+
+def _spec(cells: Cells, batch: Batch, columns: Named, layout: dict[str, Any]) -> CacheSpec:
+    """One spec for these methods and ratios."""
+    ratios = [ratio for name, ratio in columns if name != "dense"] or [batch.prefix]
+    methods = [baselines.method(name) for name in dict.fromkeys(name for name, _ in columns)]
+    return cells.spec(batch, ratios=ratios, methods=methods, **layout)
 
 
 def _columns(config: ml_collections.ConfigDict) -> dict[str, Named]:

@@ -8,6 +8,7 @@ floats chunk by chunk, where they are read.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kernels_pallas import blocks
 
@@ -39,6 +40,11 @@ def branch_copied(row_dtype, code_dtype) -> bool:
     return blocks.device().platform == "tpu" and jnp.dtype(row_dtype) == jnp.dtype(code_dtype)
 
 
+def float_dtype(words: Array) -> jnp.dtype:
+    """The dtype of the floats whose bits the words are; that of floats is their own."""
+    return jnp.dtype(_FLOAT.get(words.dtype.name, words.dtype))
+
+
 def to_words(rows: Array, width: int | None = None) -> Array:
     """The bits of bfloat16 or float32 rows, with zeros after each up to `width` words."""
     words = lax.bitcast_convert_type(rows, word_dtype(rows.dtype))
@@ -49,6 +55,22 @@ def to_words(rows: Array, width: int | None = None) -> Array:
 def to_floats(words: Array) -> Array:
     """bfloat16 of uint16, float32 of uint32; floats stay as they are."""
     return lax.bitcast_convert_type(words, _FLOAT[words.dtype.name]) if words.dtype.name in _FLOAT else words
+
+
+def widened(words: Array) -> Array:
+    """The floats as float32, exactly. Bits of bfloat16 are shifted: a CPU's XLA converts them far more slowly."""
+    if words.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(words.astype(jnp.uint32) << 16, jnp.float32)
+    return to_floats(words).astype(jnp.float32)
+
+
+def row_major(values: Array) -> Array:
+    """values [B, S, ...], row after row in memory. Only inside jit.
+
+    For a buffer in which a loop writes: XLA for a GPU would lay it out to suit a product with what is written, once in
+    a block, and transpose all of it before and after the loop, every step.
+    """
+    return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 
 
 def take_rows(values: Array, position: Array) -> Array:

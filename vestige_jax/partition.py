@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kernels_pallas.blocks import device
-from kernels_pallas.words import select, set_row, take_rows
+from kernels_pallas.words import row_major, select, set_row, take_rows
 from vestige_jax import checks
 from vestige_jax import index as indexing
 from vestige_jax.cache import Cache, Tier1, check_layout, length
@@ -100,7 +100,7 @@ def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
         tail=dataclasses.replace(cache.tail, length=jnp.where(full, 0, cache.tail.length)),
         archive=dataclasses.replace(
             archive,
-            words=_write_block(archive.words, cache.tail.words, target, blocks),
+            words=row_major(_write_block(archive.words, cache.tail.words, target, blocks)),
             sigma=_write_block(archive.sigma, score, target, blocks),
             closed=archive.closed + jnp.where(full, spec.block, 0),
         ),

@@ -58,6 +58,7 @@ def test_every_program_has_a_row_and_steps_have_ratios(told, tmp_path, capsys):
     dense, policy = (float(found[f"step {name}"]["account_mb"]) for name in ("dense", "common path"))
     assert float(step["account_ratio"]) == pytest.approx(dense / policy, rel=1e-4) and dense > policy
     assert step["accessed_ratio"] == "1"
+    assert found["xla step common path"]["accessed_ratio"] == "" and found["xla step common path"]["account_ratio"]
     assert found["step dense"]["account_ratio"] == found["kernel attend, tier 1"]["account_ratio"] == ""
     printed = capsys.readouterr().out
     assert f"{ROWS} rows: dense" in printed and "tier 1 " in printed
@@ -87,6 +88,13 @@ def test_an_error_is_printed_counted_and_tried_again(told, tmp_path, capsys):
 def test_a_command_line_that_cannot_be_meant(arguments, message):
     with pytest.raises(UserError, match=message):
         compile_report.launch(["compile_report", *arguments])
+
+
+def test_a_step_that_copies_its_cache_has_failed(told, tmp_path, capsys, monkeypatch):
+    made = compilers.Compiled(1.0, 90_000_000, 80_000_000, None, None)
+    monkeypatch.setattr(Told, "compile", lambda self, *_, **__: made)
+    assert compile_report.main("h200", [ROWS], ["step", "kernel compact, 64"], tmp_path) == 3
+    assert "copies the cache: 80 MB of temporaries beside 14 MB" in capsys.readouterr().out
 
 
 def test_names_that_begin_no_program(told, tmp_path):

@@ -58,6 +58,20 @@ def test_a_step_fetches_what_the_answer_counts(asked):
     assert 0 < answers.hard.sum() < answers.hard.size and 0 < answers.open.sum() < answers.open.size
 
 
+def test_a_query_sees_its_own_row_and_none_behind_it(asked):
+    _, queries, positions, _ = asked
+    here = scene(4, trace=True, fetch=80).calibrated(z=0.3)  # rows that have little in common; the gate is open
+    each = np.arange(len(LENGTHS))[:, None]
+    for shift in (0, 1):  # its own row is far ahead of all others; or the next one is
+        wanted = 40 * here.rows[each, np.minimum(positions + shift, np.array(LENGTHS)[:, None] - 1)]
+        looking = np.broadcast_to(wanted[:, :, None], queries.shape)
+        answers = held_out.answer(here.spec, here.cache, jnp.asarray(looking), jnp.asarray(positions))
+        for i in range(NUMBER):
+            _, stats = vk.attend(here.spec, upto(here, positions[:, i]), looking[:, i])
+            assert_array_equal(answers.rows[:, i], stats.fetched)
+        assert (answers.rows.sum() == 0) == (shift == 0)  # nothing beats its own row, but much what it cannot see
+
+
 def test_a_head_covers_its_row_where_it_fires_itself(asked):
     here, queries, positions, answers = asked
     for b in range(2):

@@ -35,6 +35,8 @@ def test_training_seeds_are_drawn_before_trials():
     good, bad = rows([1] * 24, checkpoint="a"), rows([0] * 24, checkpoint="b")
     found = paired.pooled(good + bad)
     assert (found.value, found.low, found.high, found.n) == (0.5, 0.0, 1.0, 48)  # two models tell little
+    same = paired.difference(good + bad, good + bad)
+    assert (same.low, same.high) == (0, 0)  # the same models are drawn on both sides
     mixed = [row for name in "ab" for row in rows([1, 0] * 12, checkpoint=name)]
     assert 0.25 < paired.pooled(mixed).low < paired.pooled(mixed).high < 0.75
     apart = paired.difference(rows([1] * 24, checkpoint="a"), rows([0] * 24, checkpoint="b"))

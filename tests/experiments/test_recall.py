@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import recall as recall_config
-from experiments import recall, recall_report
+from experiments import paired, recall, recall_report
 from experiments.rows import UserError
 
 SMALL = dict(
@@ -144,17 +144,17 @@ def heard(variant, trial, **counts):
 
 def test_coverage_is_pooled_over_layers_and_drawn_by_sequence():
     rows = [heard("base", 0, covered=[9, 10]), heard("base", 1, covered=[5, 6], hard=[10, 10])]
-    found = recall_report.ratio(rows, "covered", "hard")
+    found = paired.ratio(rows, "covered", "hard")
     assert (found.value, found.n) == (0.75, 2)
     assert (found.low, found.high) == (0.55, 0.95)  # two sequences: one of them, or both
-    assert recall_report.ratio([heard("base", 0, hard=[0, 0])], "covered", "hard").unusable == "no query was hard"
+    assert paired.ratio([heard("base", 0, hard=[0, 0])], "covered", "hard").unusable == "no query was hard"
 
 
 def test_rows_of_one_rank_over_those_of_another():
     low = [heard("rank=2", i, rows=[30, 30]) for i in range(3)]
     high = [heard("rank=8", i, rows=[10, 10]) for i in range(3)]
-    assert recall_report.quotient(low, high, "rows", "steps").value == 3
-    assert recall_report.quotient(low, [], "rows", "steps").value is None
+    assert paired.quotient(low, high, "rows", "steps").value == 3
+    assert paired.quotient(low, [], "rows", "steps").value is None
 
 
 def test_a_published_rank_stands_beside_the_same_share_of_ours():

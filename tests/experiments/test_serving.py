@@ -63,6 +63,7 @@ def rows_of(cache, b):
     return np.asarray(rows[:, :12], np.float64)
 
 
+@pytest.mark.slow
 def test_a_second_reading_sees_what_each_part_looks_back_at(model, spec, tokens, state):
     """Against a softmax over the rows of prompt ++ phrase ++ part, for every query behind the prompt."""
     roomy = dataclasses.replace(spec, capacity=96)
@@ -86,6 +87,7 @@ def test_a_second_reading_sees_what_each_part_looks_back_at(model, spec, tokens,
         assert_array_equal(layer.seen.repeat[:, PREFIX:] > 1, False)
 
 
+@pytest.mark.slow
 def test_a_second_reading_leaves_the_state_as_it_was(model, spec, tokens, state):
     _, fresh = generation.prefill(model, spec, jnp.asarray(tokens[:, :PREFIX]), chunk=16, observe=True)
     for ours, theirs in zip(state.layers, fresh.layers, strict=True):
@@ -93,6 +95,7 @@ def test_a_second_reading_leaves_the_state_as_it_was(model, spec, tokens, state)
         assert_array_equal(ours.seen.mass, theirs.seen.mass)
 
 
+@pytest.mark.slow
 def test_the_moments_are_those_of_the_prompt(model, spec, state):
     """48 queries fit in the buffer of the last 64."""
     for block, layer in zip(model.layers, state.layers, strict=True):
@@ -106,6 +109,7 @@ def test_the_moments_are_those_of_the_prompt(model, spec, state):
         assert_allclose(seen.value_norms, np.linalg.norm(np.einsum("bsr,rhv->bshv", rows, values), axis=-1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_budget_for_both_layers(spec, state):
     own, compressed = compress(spec, state, "kvzip_global", 6)
     mask = kept(compressed)
@@ -121,6 +125,7 @@ def test_one_budget_for_both_layers(spec, state):
     assert own.tier1_rows == PREFIX + SINKS
 
 
+@pytest.mark.slow
 def test_kvzip_keeps_as_many_in_each_layer(spec, state):
     _, compressed = compress(spec, state, "kvzip", 6)
     assert_array_equal(kept(compressed).sum(-1), np.full((2, BATCH), 6 + SINKS))
@@ -167,6 +172,7 @@ def test_every_method_is_served(model, spec, tokens, state, name):
         assert_allclose(attended, 5 + SINKS + 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_not_observed_is_missed_in_one_sentence(model, spec, tokens, state):
     ids = jnp.asarray(tokens[:, :PREFIX])
     with pytest.raises(ValueError, match="phrase=None must hold tokens: \\['kvzip'\\] read the prompt again"):

@@ -21,6 +21,8 @@ from tests.kernels.cases import (
     same,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WORK = {  # lengths of a batch of three
     "ragged": (0, 131, 600),
     "short": (1, 128, 129),

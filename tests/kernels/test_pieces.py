@@ -7,6 +7,8 @@ import pytest
 from kernels_pallas import blocks, exact
 from kernels_pallas.tiles import live_block
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize("dtype, low, high", [(jnp.bfloat16, -60, 60), (jnp.float16, -1, 15)])
 def test_three_pieces_add_up_to_a_float32(dtype, low, high):

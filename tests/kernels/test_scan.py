@@ -11,6 +11,8 @@ from tests.kernels import oracle
 from tests.kernels.backends import running
 from tests.kernels.cases import BACKENDS, DTYPES, SIZES, SLOTS, close, normal, quick, same
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SCANS = ("ragged", "empty", "all", "none", "closed")
 RANKS = {"kimi": (0, 64, 128, 192), "16 heads": (0, 64, 128, 192), "tiny": (0, 8)}
 SIZED_RANKS = [(size, rank) for size in SIZES for rank in RANKS[size]]

@@ -1,0 +1,201 @@
+"""Time of a decode step with the policy and dense, of its stages, of closing blocks, and of a whole model per token.
+
+Writes trials.jsonl (a row per program), summary.csv, programs.csv, claims.csv, meta.json and bench.png.
+"""
+
+import itertools
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from configs import bench as bench_config
+from experiments import bench_account, bench_model, bench_programs, bench_report, bench_scene, bench_stages, checkpoints
+from experiments.bench_clock import Program, alternate, device_name, machine, memory, spread
+from experiments.bench_scene import Scene
+from experiments.runner import Run, launch, reading_input
+from vestige_jax.spec import CacheSpec
+
+KEY = ("group", "program", "dtype", "batch", "length")
+NAMES = {"machine": ("copy", "matmul"), "stage": bench_stages.STAGES, "block": bench_stages.BLOCKS,
+         "prefill": bench_stages.PREFILL, "model": bench_model.NAMES}  # fmt: skip
+
+
+def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
+    bench, start = Bench(config), time.monotonic()
+    print(bench.opening())
+    with Run(out, bench.identity, key=KEY, seeds=[config.seed]) as run:
+        for key in run.todo(bench.plan(), label="bench"):
+            if run.done(*key):  # timed together with another
+                continue
+            if config.minutes and time.monotonic() - start > 60 * config.minutes:
+                print(f"\nstopped after {config.minutes:g} minutes: the same command goes on where this run ended")
+                break
+            for row in bench.measure(key):
+                if not run.done(*(row[field] for field in KEY)):
+                    run.add(row)
+        bench_report.write(run, bench.identity)
+        if config.publish:
+            bench_report.publish(run, pathlib.Path(config.publish), bench.identity.device)
+
+
+class Bench:
+    """The programs of a config, group by group. Raises UserError for a config that cannot be run."""
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        with reading_input():
+            self.config = resolved(config)
+            _check(self.config)
+            self.places, self.left_out = self._places()
+            self.specs = {place: self._spec(*place[::2]) for place in self.places}
+            self.identity = self.config.copy_and_resolve_references()
+            with self.identity.unlocked():
+                del self.identity.minutes, self.identity.publish  # they decide no row
+                self.identity.device = device_name()
+                folder = config.checkpoint and checkpoints.checkpoint_folder(config.checkpoint)
+                self.identity.weights = checkpoints.fingerprint(folder) if folder else ""
+        self._scene: tuple[tuple, Scene] | None = None
+
+    def opening(self) -> str:
+        left = [f"{dtype} batch {batch} at {length}" for dtype, batch, length in self.left_out]
+        return "\n".join([device_name(), *([f"left out, too large for the memory: {', '.join(left)}"] if left else [])])
+
+    def plan(self) -> Iterator[tuple]:
+        """The key of every row."""
+        yield from (("machine", name, "-", 0, 0) for name in NAMES["machine"])
+        for dtype, batch, length in self.places:
+            for group in ("step", *(("stage", "block", "prefill") if batch in self.config.stage_batches else ())):
+                names = bench_programs.names(dtype) if group == "step" else NAMES[group]
+                yield from ((group, name, dtype, batch, length) for name in names)
+        if self.config.checkpoint:
+            yield from (
+                ("model", *key)
+                for key in itertools.product(NAMES["model"], ["float32"], [1], self.config.model_lengths)
+            )
+
+    def measure(self, key: tuple) -> Iterator[dict[str, Any]]:
+        """The rows of all programs that are timed together with this one."""
+        group, _, *place = key
+        seen: list = []
+        programs = self._programs(group, tuple(place), seen)
+        times = alternate(programs, rounds=self.config.rounds, seconds=self.config.seconds)
+        for program in programs:
+            samples = times[program.name]
+            row = dict(zip(KEY, (group, program.name, *place), strict=True)) | spread(samples)
+            row |= {"samples": len(samples), "bytes": program.bytes, "flops": program.flops}
+            for name, other in yardsticks(times).items():
+                row |= ratio(samples / times[other], f"over_{name}")
+            if program.name == "policy":
+                row |= traffic(seen)
+            if group == "step" and program.name == "policy":
+                row |= bench_account.policy(self._scene[1], row["fetched"])
+            yield row
+
+    def _programs(self, group: str, place: tuple, seen: list) -> list[Program]:
+        if group == "machine":
+            return machine(self.config.copy_mebibytes, self.config.matmul_side)
+        if group == "model":
+            return bench_model.programs(self.config, place[2], seen)
+        scene = self._build(place)
+        if group == "step":
+            return bench_programs.steps(scene, self.config.inner, seen)
+        if group == "stage":
+            return bench_stages.stages(scene, self.config.inner)
+        return {"block": bench_stages.blocks, "prefill": bench_stages.prefill}[group](scene)
+
+    def _build(self, place: tuple) -> Scene:
+        """The scene of a place; one at a time."""
+        if self._scene is None or self._scene[0] != place:
+            self._scene = None
+            config, (_, batch, length) = self.config, place
+            self._scene = (
+                place,
+                bench_scene.build(self.specs[place], batch, length, config.tail, config.fired, config.seed),
+            )
+        return self._scene[1]
+
+    def _places(self) -> tuple[list[tuple], list[tuple]]:
+        """(dtype, batch, closed rows) that fit in the memory, and those that don't."""
+        room = self.config.memory * memory()
+        all_ = list(itertools.product(self.config.dtypes, self.config.batches, self.config.lengths))
+        fits = [place for place in all_ if self._bytes(*place) <= room]
+        if not fits:
+            raise ValueError(
+                f"memory={self.config.memory}: not even {all_[0]} fits into that share of {memory() >> 20} MiB"
+            )
+        return fits, [place for place in all_ if place not in fits]
+
+    def _bytes(self, dtype: str, batch: int, length: int) -> int:
+        """A cache, and the same rows as a plain array."""
+        spec = self._spec(dtype, length)
+        return spec.nbytes(batch)["total"] + batch * length * spec.row_dim * spec.dtype.itemsize
+
+    def _spec(self, dtype: str, length: int) -> CacheSpec:
+        config = self.config
+        return CacheSpec(
+            config.latent_dim, config.branch_dim, config.heads, (3 * config.branch_dim) ** -0.5, length + config.block,
+            block=config.block, rank=config.rank, fetch=config.fetch, dtype=checkpoints.dtype("dtypes", dtype),
+            implementation=config.implementation or None,
+        )  # fmt: skip
+
+
+def traffic(seen: list) -> dict[str, Any]:
+    """Archived rows that fired and were fetched in the policy's steps: mean, least, most of the steps and sequences."""
+
+    def all_of(name):
+        return np.concatenate([np.asarray(getattr(stats, name)).ravel() for stats in seen])
+
+    fired = all_of("fired")
+    row = {"fired": float(fired.mean()), "fired_least": int(fired.min()), "fired_most": int(fired.max())}
+    return row | {name: float(all_of(name).mean()) for name in ("fetched", "overflowed")} | {"steps": len(fired)}
+
+
+def yardsticks(times: dict[str, np.ndarray]) -> dict[str, str]:
+    """What the programs of a group are divided by, round by round: the policy, and the faster einsum."""
+    einsums = [name for name in bench_programs.EINSUM if name in times]
+    found = {"policy": "policy"} if "policy" in times else {}
+    return found | ({"einsum": min(einsums, key=lambda name: np.median(times[name]))} if einsums else {})
+
+
+def ratio(values: np.ndarray, name: str) -> dict[str, float]:
+    """Median and quartiles, and a 95% interval of the median from order statistics: no assumption on how times fall."""
+    ordered, n = np.sort(values), len(values)
+    low = max(0, int(np.floor((n - 1.96 * np.sqrt(n)) / 2)))
+    return spread(values, name, 1.0) | {f"{name}_from": float(ordered[low]), f"{name}_to": float(ordered[n - 1 - low])}
+
+
+def resolved(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """The config with what it leaves to the device filled in."""
+    config, cpu = config.copy_and_resolve_references(), jax.default_backend() == "cpu"
+    config.lengths = config.lengths or ((4096, 8192, 32768, 131072) if cpu else (8192, 32768, 131072, 524288))
+    config.batches = config.batches or ((1, 4) if cpu else (1, 4, 16))
+    config.inner = config.inner or (1 if cpu else 32)
+    config.ahead_at = config.ahead_at or (32768 if cpu else 131072)
+    return config
+
+
+def _check(config: ml_collections.ConfigDict) -> None:
+    for name in ("lengths", "batches", "dtypes"):
+        if len(set(config[name])) != len(config[name]) or not all(config[name]):
+            raise ValueError(f"{name}={config[name]} must be different values, none of them zero")
+    wrong = [n for n in config.lengths if n < 1 or n % config.block]
+    if wrong:
+        raise ValueError(f"lengths={config.lengths} must be multiples of block={config.block}, {wrong} are not")
+    if not 0 <= config.tail < config.block - 1:
+        raise ValueError(f"tail={config.tail} must lie in [0, block - 1), or every step closes a block")
+    for name in ("fired", "memory"):
+        if not 0 < config[name] < 1:
+            raise ValueError(f"{name}={config[name]} must lie between 0 and 1")
+    for name in ("rounds", "seed", "inner"):
+        if config[name] < (name != "seed"):
+            raise ValueError(f"{name}={config[name]} is too small")
+    if min(config.batches) < 1:
+        raise ValueError(f"batches={config.batches} must be at least 1")
+
+
+if __name__ == "__main__":
+    launch(main, like=bench_config)
