@@ -3,9 +3,10 @@
     make aot-tpu      fetches the compiler and reports on tpu:v5e:2x2, tpu:v5p:2x2x1 and tpu:v6e:2x2
     make aot-h200
 
-    python -m experiments.compile_report --target=tpu:v5e:2x2 [--lengths=32768,131072] [--only=kernel,step] [--out=DIR]
+    python -m experiments.compile_report --target=tpu:v5e:2x2 [--lengths=32768,131072] [--only=size,step] [--out=DIR]
 
-Sizes are those of Kimi Linear: latent 512, branch 64, 32 heads, bfloat16 rows, batch 1, rank 64. Nothing is executed.
+Sizes are those of Kimi Linear: latent 512, branch 64, 32 heads, bfloat16 rows, batch 1, rank 64. 'size ...' is each
+kernel once at every other size that has to work, latent/branch/heads. Nothing is executed.
 
 What the columns say, and how far to trust them:
   device_mb, temporary_mb   bytes on the device, as the compiler allocates them.
@@ -50,12 +51,13 @@ FACTS = ("target", "jax", "compiler")
 
 def main(target: str, lengths: list[int], only: list[str], out: pathlib.Path) -> int:
     """Report on one target; the number of programs that did not compile, or copy the cache they are given."""
-    from experiments import compile_programs
+    from experiments import compile_programs, compile_sizes
 
     compiler = compilers.Compiler(target)
-    programs = [p for n in lengths for p in compile_programs.every(compiler, n) if p.name.startswith(tuple(only))]
+    programs = [*compile_sizes.sizes(compiler), *(p for n in lengths for p in compile_programs.every(compiler, n))]
+    programs = [program for program in programs if program.name.startswith(tuple(only))]
     if not programs:
-        raise UserError(f"--only={','.join(only)} names no program; names begin with kernel, step or xla step")
+        raise UserError(f"--only={','.join(only)} names no program; names begin with size, kernel, step or xla step")
     facts = {"target": target, "jax": importlib.metadata.version("jax"), "compiler": compilers.version(target)}
     out.mkdir(parents=True, exist_ok=True)
     found = compile_all(compiler, programs, facts, out)
@@ -132,7 +134,7 @@ def launch(argv: list[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("target", None, "tpu:v5e:2x2, tpu:v5p:2x2x1, tpu:v6e:2x2 or h200", flag_values=values)
     flags.DEFINE_list("lengths", "32768,131072,524288", "archived rows, multiples of 4096", flag_values=values)
-    flags.DEFINE_list("only", "kernel,step,xla step", "programs whose names begin so", flag_values=values)
+    flags.DEFINE_list("only", "size,kernel,step,xla step", "programs whose names begin so", flag_values=values)
     flags.DEFINE_string("out", "results/compile_report", "output folder", flag_values=values)
     flags.DEFINE_bool("inside", False, "set by this program for the process it starts", flag_values=values)
     try:

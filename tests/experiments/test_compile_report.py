@@ -6,7 +6,7 @@ import importlib.metadata
 import jax
 import pytest
 
-from experiments import compile_programs, compile_report, compilers
+from experiments import compile_programs, compile_report, compile_sizes, compilers
 from experiments.rows import UserError
 from tests.kernels.backends import tracing_for
 
@@ -50,7 +50,7 @@ def table(folder, target):
 def test_every_program_has_a_row_and_steps_have_ratios(told, tmp_path, capsys):
     assert compile_report.main("tpu:v5e:2x2", [ROWS], [""], tmp_path) == 0
     found = table(tmp_path, "tpu:v5e:2x2")
-    assert {row["state"] for row in found.values()} == {"compiled"} and len(found) == 16
+    assert {row["state"] for row in found.values()} == {"compiled"} and len(found) == 16 + 52
     step = found["step common path"]
     assert (step["target"], step["jax"], step["compiler"]) == (
         "tpu:v5e:2x2", importlib.metadata.version("jax"), "told 1.0")  # fmt: skip
@@ -106,7 +106,7 @@ def test_names_that_begin_no_program(told, tmp_path):
 @pytest.mark.parametrize("target", ["tpu:v5e:2x2", "h200"])
 def test_every_program_can_be_traced_for_its_device(target):
     compiler = Told(target)
-    for program in compile_programs.every(compiler, ROWS):
+    for program in (*compile_sizes.sizes(compiler), *compile_programs.every(compiler, ROWS)):
         function, arguments, _ = program.build()
         with compiler.tracing():
             assert jax.eval_shape(function, *arguments) is not None, program.name
