@@ -2,10 +2,10 @@
 
     python -m experiments.needle --config=configs/needle_unseen.py
 
-"The locker of KEY opens with CODE." Shows whether the cells of configs/needle.py hang on the trained wordings. The
-wording was picked by the dense model on validation needles. Expected: the same order of methods, a few trials dropped.
---config.template=badge is another unseen wording, too hard for tiny_nope: dense drops 12 of 24 trials, so every cell is
-marked unusable. Nothing was published for either.
+"The shelf of KEY has the label CODE." Shows whether the cells of configs/needle.py hang on the trained wordings. The
+wording was picked on validation needles, where the dense model answers all of 24. Expected: the same order of methods.
+--config.template=locker and =badge are unseen wordings too hard for tiny_nope: on validation needles dense fails on 11 of
+24 with the first, so that every cell is marked unusable. Nothing was published for any of them.
 """
 
 from ml_collections import ConfigDict
@@ -15,5 +15,5 @@ from configs import needle
 
 def get_config() -> ConfigDict:
     config = needle.get_config()
-    config.template = "locker"
+    config.template = "shelf"
     return config

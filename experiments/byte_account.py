@@ -37,10 +37,10 @@ TILE = 128  # numbers in a tile's row
 
 
 def layout(platform: str, latent: int, branch: int, rank: int, itemsize: int = 2) -> Layout:
-    """Of 'tpu', or 'cuda', which reads and gathers single rows."""
+    """Of kernels on 'tpu', or on 'cuda', which reads and gathers single rows."""
     own = branch * itemsize
     if platform != "tpu":
-        return Layout((latent + branch) * itemsize, own, own, rank * 2, passes=3)
+        return Layout((latent + branch) * itemsize, own, own, rank * 2)
     stored = -(-(latent + branch) // TILE) * TILE
     return Layout(stored * itemsize, own, TILE * itemsize, rank * 2, together=8)
 

@@ -24,7 +24,7 @@ one. The common path is the same step without them, 0.5% of the rows fetched. A 
 archived rows copies its cache, and counts as failed.
 
 What keeps the account below the published 3.9 is printed above the table: the tail, which is read whole, margins and
-membership, and fetches (on a TPU of eight rows that lie together, on the H200 of a copy that is then read).
+membership, and fetches (on a TPU of eight rows that lie together).
 
 Rows go to compiled.jsonl, the table of a target to TARGET.csv; a run that was stopped goes on there.
 """

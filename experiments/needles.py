@@ -60,11 +60,12 @@ CLAIMS = {
 }
 LEADS = ("Note that ", "Remember that ", "It is known that ", "As agreed, ", "By the way, ", "Keep in mind that ")
 TRAINED = {name: wording(claim) for name, claim in CLAIMS.items()}
-# Wordings that are never trained on: `locker` is for validation, `badge` for tests.
-UNSEEN = {
+# Wordings that are never trained on. The words of the first two are kept out of the random claims as well.
+SPARED = {
     "locker": wording("the locker of {key} opens with"),
     "badge": wording("{key} wears badge", "Please write down that "),
 }
+UNSEEN = SPARED | {"shelf": wording("the shelf of {key} has the label")}
 TEMPLATES = TRAINED | UNSEEN
 
 
@@ -151,9 +152,9 @@ class Prose:
 
 
 def _words(text: corpus.Corpus) -> list[str]:
-    """Lower-case words of the training prose, without those of the unseen wordings."""
+    """Lower-case words of the training prose, without those of the spared wordings."""
     found = {word for document in text.split("train") for word in re.findall(r"\b[a-z]{3,9}\b", document.text)}
-    return sorted(found - {word for template in UNSEEN.values() for word in template.sentence.lower().split()})
+    return sorted(found - {word for template in SPARED.values() for word in template.sentence.lower().split()})
 
 
 def name(rng: np.random.Generator, split: str, taken: Sequence[str] = ()) -> str:

@@ -88,7 +88,7 @@ class Lab:
         """The first workload of a kind that dense attention answers, on validation needles; None if it is none."""
         for workload in self.workloads[kind]:
             batches = self._batches(workload, self.config.reach_trials, "validation")
-            sheet = self._sheet(workload, batches, [self._column(batches[0], "reach", "dense", "dense", 1)])
+            sheet = self._sheet(workload, batches, [self._column(batches[0], "reach", "base", "dense", 1)])
             sheet.fill(run, f"reach, {workload.name}, {workload.prefix}")
             if sheets.answers([row for row in sheet.rows(run) if row["table"] == "reach"]):
                 return workload

@@ -85,7 +85,8 @@ def attend_list(
 ) -> Part:
     """Exact attention of every query over rows gathered by a list (VestigeKV §3).
 
-    On a TPU the gather is part of the kernel; elsewhere XLA gathers, and `attend` reads the copies.
+    The gather is part of the kernels: a TPU copies the 8 rows that lie together around an entry, a Hopper GPU single
+    rows. Without them XLA gathers, and `attend` reads the copies.
 
     Args
       query [B, Q, C], rows [B, S, W] as in `attend`; position int32 [B, F]: the list; count int32 [B]: entries
@@ -95,11 +96,16 @@ def attend_list(
     problem = _tpu_problem(rows)
     if rows.shape[1] % blocks.TOGETHER:
         problem = f"rows has {rows.shape[1]} slots and a TPU copies {blocks.TOGETHER} rows that lie together"
-    kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": _attend_problem(rows, latent_dim)})
-    if kind != "mosaic_tpu" or 0 in (rows.shape[1], position.shape[1]):
-        plain = kind if kind == "mosaic_gpu" else "xla"
+    kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": _list_problem(rows, latent_dim)})
+    if kind == "xla" or 0 in (rows.shape[1], position.shape[1]):
         gathered = take_rows(rows, position)
-        return attend(query, gathered, count, latent_dim=latent_dim, scale=scale, implementation=plain)
+        return reference.attend(query, gathered, count, latent_dim=latent_dim, scale=scale)
+    if kind == "mosaic_gpu":
+        from kernels_pallas import attend_gpu
+
+        return attend_gpu.attend_list(
+            query, rows, position, count, latent_dim=latent_dim, scale=scale, blocks=blocks.GpuBlocks()
+        )
     from kernels_pallas import attend_tpu
 
     return attend_tpu.attend_list(
@@ -188,6 +194,12 @@ def _attend_problem(rows: Array, latent_dim: int) -> str | None:
     if width % 16 or latent_dim % 32 or (latent_dim > 128 and latent_dim % 128):
         return f"latent_dim={latent_dim} of {width} does not split into tiles: 16 columns, and 32 or 128 of the latent"
     return None if width <= 592 else f"rows of {width} leave no room for two blocks in shared memory"
+
+
+def _list_problem(rows: Array, latent_dim: int) -> str | None:
+    """Why the GPU kernel can't gather and attend these rows."""
+    wide = f"rows of {rows.shape[2]} leave no room for two blocks of single rows in shared memory"
+    return _attend_problem(rows, latent_dim) or (wide if rows.shape[2] > 576 else None)
 
 
 def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Flash decode for Hopper GPUs (Mosaic GPU): a contiguous range of rows in one pass (VestigeKV §3).
+"""Flash decode for Hopper GPUs (Mosaic GPU): a range of rows, or rows gathered by a list, in one pass (VestigeKV §3).
 
 A thread block takes every n-th block of rows. One warpgroup brings rows into shared memory; two others each score them
 with every query and keep the output of one half of the latent. A tensor core works on 64 queries at a time and a decode
@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import exact
 from kernels_pallas.blocks import GpuBlocks
-from kernels_pallas.hopper import ROW, TILE, tiled, transposed
+from kernels_pallas.hopper import ROW, TILE, swizzle, tiled, transposed
 from kernels_pallas.parts import Part
+from kernels_pallas.sources_gpu import Listed, Range, listed
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
 Array = jax.Array
@@ -29,21 +30,41 @@ _STRIP = 64  # columns of the output that are multiplied at once: what fits into
 
 def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, blocks: GpuBlocks) -> Part:
     """See `kernels_pallas.attend`; rows [B, S, C] are bfloat16 or its words."""
-    batch, queries, _ = query.shape
-    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
     size = blocks.attend_rows
+    rows = lax.bitcast_convert_type(rows, float_dtype(rows))
     rows = pad_axis(rows, 1, max(size, round_up(rows.shape[1], TILE)))  # a copy, of a buffer of broken groups
+    length = jnp.broadcast_to(length.reshape(len(query), -1), query.shape[:2])
+    most = blocks.attend_ctas
+    return _run(query, Range(rows), length, size, most, latent_dim=latent_dim, scale=scale, blocks=blocks)
+
+
+def attend_list(
+    query: Array, rows: Array, position: Array, count: Array, *, latent_dim, scale, blocks: GpuBlocks
+) -> Part:
+    """See `kernels_pallas.attend_list`; rows as in `attend`."""
+    size = blocks.gather_rows
+    length = jnp.broadcast_to(count[:, None], query.shape[:2])
+    source = listed(rows, position, size)
+    most = blocks.gather_splits
+    return _run(query, source, length, size, most, latent_dim=latent_dim, scale=scale, blocks=blocks)
+
+
+def _run(
+    query: Array, source: Range | Listed, length: Array, size: int, most: int, *, latent_dim, scale, blocks
+) -> Part:
+    """Attend the first length [B, Q] slots of a source, `size` of them at once, in at most `most` parts."""
+    batch, queries, _ = query.shape
     tiles = pl.cdiv(queries, QUERIES)
-    query = pad_axis(pad_axis(query.astype(rows.dtype), 1, tiles * QUERIES), 2, rows.shape[2])
+    query = pad_axis(pad_axis(query.astype(source.rows.dtype), 1, tiles * QUERIES), 2, source.width)
     query = jnp.tile(query.reshape(batch, tiles, 1, QUERIES, -1), (1, 1, 2, 1, 1)).reshape(batch, tiles, _TILE, -1)
-    length = jnp.broadcast_to(length.reshape(batch, -1), (batch, queries)).astype(jnp.int32)
-    length = pad_axis(length, 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
-    splits = max(1, min(pl.cdiv(rows.shape[1], size), blocks.attend_ctas // (batch * tiles)))
+    length = pad_axis(length.astype(jnp.int32), 1, tiles * QUERIES).reshape(batch, tiles, QUERIES)
+    splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles), most))
 
     lead = (batch, tiles, splits)
     out, sums = plgpu.kernel(
         functools.partial(
             _kernel,
+            kind=type(source),
             latent_dim=latent_dim,
             scale=scale,
             size=size,
@@ -59,38 +80,31 @@ def attend(query: Array, rows: Array, length: Array, *, latent_dim, scale, block
         grid_names=("split", "tile", "batch"),
         num_threads=_WORKERS + 1,
         thread_name="warpgroup",
-    )(length.max(-1), jnp.tile(length, (1, 1, 2)), query, rows)
+    )(length.max(-1), jnp.tile(length, (1, 1, 2)), query, *source)
     return _combine(out, sums, queries)
 
 
-def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size, splits, stages, registers):
+def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits, stages, registers):
+    source, (out, sums) = kind(*refs[:-2]), refs[-2:]
+    width, dtype = source.width, source.rows.dtype
     split, tile, b = (lax.axis_index(name) for name in ("split", "tile", "batch"))
     group = lax.axis_index("warpgroup")
     live = pl.cdiv(longest[b, tile], size)
     mine = pl.cdiv(jnp.maximum(live - split, 0), splits)  # blocks split, split + splits, ... with a row
     half = latent_dim // _WORKERS
+    swizzled = swizzle(dtype, width, half, size)
     strip = min(_STRIP, half)
     columns = [pl.ds(pl.multiple_of(group * half + i, strip), strip) for i in range(0, half, strip)]
 
     def place(j):  # the slots of a block begin at `first`; the last block is moved back to end where the rows do
         first = (split + j * splits) * size
-        return first, jnp.minimum(first, rows.shape[1] - size)
+        return first, jnp.minimum(first, source.slots - size)
 
-    def body(queries, buffers, lengths, arrived, free, ready, *spare):
+    def body(queries, buffers, lengths, arrived, free, ready, scratch, *spare):
         @pl.when(group == _WORKERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-
-            @pl.loop(0, mine)
-            def _(j):
-                slot = lax.rem(j, stages)
-
-                @pl.when(j >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-
-                _, start = place(j)
-                plgpu.copy_gmem_to_smem(rows.at[b, pl.ds(start, size), :], buffers.at[slot], arrived.at[slot])
+            source.bring(b, lambda j: place(j)[1], mine, buffers, swizzled, arrived, free, *scratch)
 
         @pl.when(group < _WORKERS)
         def _():
@@ -157,13 +171,14 @@ def _kernel(longest, length, query, rows, out, sums, *, latent_dim, scale, size,
 
     pl.run_scoped(
         body,
-        tiled((_TILE, rows.shape[2]), rows.dtype),
-        tiled((stages, size, rows.shape[2]), rows.dtype),
+        tiled((_TILE, width), dtype, swizzled),
+        tiled((stages, size, width), dtype, swizzled),
         plgpu.SMEM((_TILE,), jnp.int32),
         plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=_WORKERS, num_barriers=stages),
         plgpu.Barrier(num_arrivals=2),
-        *([tiled((_WORKERS, _TILE, size), rows.dtype)] if not registers else []),
+        source.scratch(stages, size),
+        *([tiled((_WORKERS, _TILE, size), dtype, swizzled)] if not registers else []),
         collective_axes="warpgroup",
     )
 

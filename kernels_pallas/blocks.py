@@ -32,6 +32,8 @@ class GpuBlocks:
 
     attend_rows rows that a thread block attends at once.
     attend_ctas thread blocks of an attend in all: one to a multiprocessor.
+    gather_rows rows of a fetch list that a thread block attends at once; two blocks of them are on their way.
+    gather_splits   parts of a fetch list, live or not: each leaves 128 KB to be added up, as much as four blocks bring.
     scan_rows   archived rows that a thread block scans at once.
     scan_ctas   thread blocks of a scan in all: two to a multiprocessor.
     stages      blocks on their way into shared memory at once.
@@ -41,6 +43,8 @@ class GpuBlocks:
 
     attend_rows: int = 64
     attend_ctas: int = 132
+    gather_rows: int = 32
+    gather_splits: int = 32
     scan_rows: int = 128
     scan_ctas: int = 264
     stages: int = 2

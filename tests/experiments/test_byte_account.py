@@ -9,7 +9,7 @@ TPU = account.layout("tpu", 512, 64, 64)
 
 
 def test_what_a_device_stores_and_moves():
-    assert HOPPER.row == 1152 and HOPPER.branch == HOPPER.code == 128 and HOPPER.passes == 3
+    assert HOPPER.row == 1152 and HOPPER.branch == HOPPER.code == 128 and HOPPER.passes == 1
     assert TPU.row == 1280 and TPU.in_place == 256 and TPU.together == 8  # 640 numbers for 576, and a tile of 128
     assert account.layout("tpu", 32, 16, 8).row == 256
 
@@ -19,7 +19,7 @@ def test_passes_over_rows():
     assert account.scan(HOPPER, 1000) == 1000 * (128 + 128 + 4 + 1 + 4)  # the published 260, membership, and the margin
     assert account.scan(TPU, 1000) == account.scan_in_place(HOPPER, 1000) == 265_000
     assert account.scan_in_place(TPU, 1000) == 393_000
-    assert account.fetch(HOPPER, 10) == 3 * 11_520 and account.fetch(TPU, 10) == 102_400
+    assert account.fetch(HOPPER, 10) == 11_520 and account.fetch(TPU, 10) == 102_400
     assert account.compact(1280, 2) == 10 * 4 + 2 * 512
     assert account.compact(1280, 4096) == 10 * 4 + 1280 * 4  # all rows, once
 

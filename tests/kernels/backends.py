@@ -13,7 +13,9 @@ from kernels_pallas import blocks
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
 SMALL = blocks.TpuBlocks(attend_rows=128, attend_queries=32, splits=2, gather_rows=16, scan_rows=256)
-FEW = blocks.GpuBlocks(attend_ctas=6, scan_ctas=6, register_operands=False)  # several blocks of rows to each
+FEW = blocks.GpuBlocks(  # several blocks of rows to each
+    attend_ctas=6, gather_rows=16, scan_ctas=6, register_operands=False
+)
 
 
 # What no interpreter here can run, and why. Of these only the compilers say anything (experiments.compile_report).

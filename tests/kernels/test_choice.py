@@ -86,3 +86,23 @@ def test_tpu_kernels_read_rows_where_they_lie():
         for call_, arguments, more, kept in calls:
             text = str(jax.make_jaxpr(functools.partial(call_, **keywords, **more))(*arguments))
             assert text.count("with_memory_space_constraint") == kept, call_.__name__
+
+
+@pytest.mark.parametrize(
+    "kernel, target", [("mosaic_tpu", ("tpu", "TPU v6 lite")), ("mosaic_gpu", ("gpu", "NVIDIA H200"))]
+)
+def test_the_gather_is_part_of_the_kernel(kernel, target):
+    query, rows, position = jnp.zeros((1, 4, 48)), jnp.zeros((1, 64, 48), jnp.uint16), jnp.zeros((1, 8), int)
+    with tracing_for(*target):
+        text = str(jax.make_jaxpr(lambda: kernels_pallas.attend_list(
+            query, rows, position, jnp.ones(1, int), latent_dim=32, scale=1.0, implementation=kernel))())  # fmt: skip
+    assert " gather[" not in text
+
+
+def test_rows_too_wide_for_a_gpu_to_gather_raise():
+    query, rows = jnp.zeros((1, 4, 592)), jnp.zeros((1, 64, 592), jnp.uint16)
+    with tracing_for("gpu", "NVIDIA H200"), pytest.raises(ValueError, match="rows of 592 leave no room"):
+        kernels_pallas.attend_list(
+            query, rows, jnp.zeros((1, 8), int), jnp.ones(1, int), latent_dim=512, scale=1.0,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
