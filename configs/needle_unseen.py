@@ -4,8 +4,8 @@
 
 "The shelf of KEY has the label CODE." Shows whether the cells of configs/needle.py hang on the trained wordings. The
 wording was picked on validation needles, where the dense model answers all of 24. Expected: the same order of methods.
---config.template=locker and =badge are unseen wordings too hard for tiny_nope: on validation needles dense fails on 11 of
-24 with the first, so that every cell is marked unusable. Nothing was published for any of them.
+--config.template=locker and =badge are unseen wordings too hard for tiny_nope: with the first, dense fails on 11 of 24
+validation needles, so that every cell is marked unusable. Nothing was published for any of them.
 """
 
 from ml_collections import ConfigDict

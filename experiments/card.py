@@ -27,8 +27,9 @@ point were chosen by this number alone, before any selector was run on the model
     {command}
 
 {steps:,} steps, {minutes:.0f} minutes on the machine that trained it; `training.json` has the whole config and the
-software versions, `train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens: {few} to {many} needles among prose,
-then a question about each; answer digits have weight 1 in the loss, everything else {text_weight}.
+software versions, `train_log.jsonl` the log, `loss.png` the curve. Sequences of {lengths} tokens:
+{few} to {many} needles among prose, then a question about each; answer digits have weight 1 in the loss, everything
+else {text_weight}.
 
 Text: {source}.
 A hash of a document's name puts two thirds into training, the rest is held out.
