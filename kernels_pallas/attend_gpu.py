@@ -61,6 +61,7 @@ def _run(
     splits = max(1, min(pl.cdiv(source.slots, size), blocks.attend_ctas // (batch * tiles), most))
 
     lead = (batch, tiles, splits)
+    strip = min(_STRIP, latent_dim // _WORKERS)  # each leaves the chip in one piece: whole cache lines
     out, sums = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -73,7 +74,7 @@ def _run(
             registers=blocks.register_operands,
         ),  # fmt: skip
         out_type=[
-            jax.ShapeDtypeStruct((*lead, _TILE, latent_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*lead, latent_dim // strip, _TILE, strip), jnp.float32),
             jax.ShapeDtypeStruct((*lead, 3, _TILE), jnp.float32),
         ],
         grid=(splits, tiles, batch),
@@ -161,8 +162,8 @@ def _kernel(longest, length, query, *refs, kind, latent_dim, scale, size, splits
             zero = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), ROW)
             acc = [plgpu.layout_cast(jnp.zeros((_TILE, strip), jnp.float32), plgpu.Layout.WGMMA) for _ in columns]
             acc, peak, total, moment = lax.fori_loop(0, mine, fold, (acc, nothing, zero, zero))
-            for at, value in zip(columns, acc, strict=True):
-                out[b, tile, split, :, at] = value
+            for i, value in enumerate(acc):
+                out[b, tile, split, group * len(acc) + i] = value
 
             @pl.when(group == 0)
             def _():
@@ -190,7 +191,7 @@ def _across(x, like):
 def _combine(out: Array, sums: Array, queries: int) -> Part:
     """The splits of every tile as one part; the two pieces of the weights, 32 rows apart, are added up."""
     batch, tiles, splits = out.shape[:3]
-    out = out.reshape(batch, tiles, splits, 2, QUERIES, -1).sum(3)
+    out = jnp.moveaxis(out, 3, 4).reshape(batch, tiles, splits, 2, QUERIES, -1).sum(3)
     peak, total, moment = (sums[:, :, :, i, :QUERIES] for i in range(3))
     whole = peak.max(2, keepdims=True)
     share = jnp.exp(peak - jnp.where(whole == -jnp.inf, 0.0, whole))
