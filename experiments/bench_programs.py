@@ -25,14 +25,14 @@ from vestige_jax.spec import CacheSpec
 Array = jax.Array
 Item = dict[str, Array]  # what one step is given; a ring of them has a leading axis
 
-DENSE = ("dense cache", "dense native", "dense float32")
+CHUNKS = (128, 4096)  # rows that a plain dense form holds at once: few stay in a core's cache, many keep two cores busy
+DENSE = ("dense cache", *(f"dense {dtype} {size}" for dtype in ("native", "float32") for size in CHUNKS))
 EINSUM = ("einsum native", "einsum float32")
-CHUNK = 128  # rows that a plain dense form holds at once: on a CPU the fastest of 128, 256, 512, 1024
 
 
 def names(dtype: str) -> tuple[str, ...]:
     """The programs of a step: where rows are float32 already, nothing is upcast."""
-    return ("policy", *(name for name in (*DENSE, *EINSUM) if not (dtype == "float32" and name.endswith(dtype))))
+    return ("policy", *(name for name in (*DENSE, *EINSUM) if not (dtype == "float32" and dtype in name)))
 
 
 def steps(scene: Scene, inner: int, seen: list) -> list[Program]:
@@ -45,9 +45,10 @@ def steps(scene: Scene, inner: int, seen: list) -> list[Program]:
     ]
     dtypes = {"native": spec.dtype} | ({} if spec.dtype == jnp.float32 else {"float32": jnp.float32})
     for name, dtype in dtypes.items():
-        for form, function in (("dense", _by_chunks), ("einsum", _einsum)):
+        forms = {f"dense {name} {chunk}": functools.partial(_by_chunks, chunk) for chunk in CHUNKS}
+        for form, function in (forms | {f"einsum {name}": _einsum}).items():
             function = functools.partial(function, spec, dtype)
-            programs.append(reading(f"{form} {name}", lambda: scene.words, ring, function, **size))
+            programs.append(reading(form, lambda: scene.words, ring, function, **size))
     return programs
 
 
@@ -123,10 +124,10 @@ def _einsum(spec: CacheSpec, dtype, words: Array, item: Item) -> Array:
     return jnp.einsum("bhs,bsr->bhr", weight, rows[..., : spec.latent_dim], preferred_element_type=jnp.float32)
 
 
-def _by_chunks(spec: CacheSpec, dtype, words: Array, item: Item) -> Array:
+def _by_chunks(chunk_rows: int, spec: CacheSpec, dtype, words: Array, item: Item) -> Array:
     """The same with a running softmax, so that rows are read once and converted where they are read."""
     query, (batch, count, _) = item["query"].astype(dtype), words.shape
-    size = min(CHUNK, count)
+    size = min(chunk_rows, count)
 
     def body(i, carry):
         peak, total, out = carry

@@ -161,7 +161,13 @@ def test_what_does_not_fit_is_left_out_and_said():
 
 def step_rows(length, policy, dense, einsum):
     """Rows of a step whose programs took these milliseconds."""
-    times = {"policy": policy, "dense cache": 2 * dense, "dense native": dense, "einsum native": einsum}
+    times = {
+        "policy": policy,
+        "dense cache": 2 * dense,
+        "dense native 128": dense,
+        "dense native 4096": 3 * dense,
+        "einsum native": einsum,
+    }
     for name, ms in times.items():
         row = {"group": "step", "program": name, "dtype": "float32", "batch": 1, "length": length, "samples": 9}
         row |= {"ms": ms, "ms_lo": ms, "ms_hi": ms, "bytes": 1000, "flops": 2000}
@@ -178,7 +184,7 @@ MACHINE = [{"group": "machine", "program": name, "dtype": "-", "batch": 0, "leng
 
 def test_summary_takes_the_fastest_dense_form():
     (row,) = bench_report.summarise([*MACHINE, *step_rows(400, policy=2.0, dense=5.0, einsum=4.0)])
-    assert (row["dense_is"], row["dense_ms"], row["ratio"]) == ("dense native", 5.0, 2.5)
+    assert (row["dense_is"], row["dense_ms"], row["ratio"]) == ("dense native 128", 5.0, 2.5)
     assert row["dense_over_einsum"] == 1.25 and row["fired"] == 0.005
     assert_allclose(row["policy_gbps"], 0.0005) and assert_allclose(row["policy_copy_share"], 5e-5)
 
