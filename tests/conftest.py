@@ -11,6 +11,19 @@ hypothesis.settings.register_profile("vestige", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("vestige")
 
 
+# Linux grants a process 65,530 memory maps and every compiled program takes three: out of maps, the compiler crashes.
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drops what was compiled once there is much of it."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def repository() -> pathlib.Path:
     """The root of the checkout."""
