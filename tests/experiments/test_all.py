@@ -1,4 +1,4 @@
-"""The report on folders that drivers left, and what the whole run refuses. Every driver together: slow."""
+"""The report on folders that drivers left, and what the whole run refuses."""
 
 import json
 
