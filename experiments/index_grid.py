@@ -138,11 +138,12 @@ class Grid:
         heard = held_out.measure(spec, state, asked, ())
         tokens, lengths = jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)
         forced = generation.teacher_force(self.cells.model, spec, state, tokens, lengths)
-        measured = needle_batch.measure(spec, batch, state, forced)
+        arrays = needle_batch.answered(batch, forced) | needle_batch.traffic(spec, batch, forced)
         index = kind.nbytes(spec.branch_dim, self.number)
-        for row, counts in zip(measured, heard, strict=False):
+        for line, counts in enumerate(heard[: len(batch.places)]):
+            row = {name: arrays[name][line].item() for name in TRAFFIC}
             read = (batch.prefix - counts["archived"] + row["fetched_per_step"]) / batch.prefix
-            found = {name: row[name] for name in TRAFFIC} | {name: counts[name] for name in COUNTS}
+            found = row | {name: counts[name] for name in COUNTS}
             yield found | {"bytes_per_row": index + read * self._row}
 
     @property
