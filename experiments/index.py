@@ -95,7 +95,7 @@ class Lab:
             place={"checkpoint": twin.name, "workload": name},
             cells=self.cells,
             batches=batches,
-            kinds=self.kinds if test else [],
+            kinds=self.kinds,
             ratios=config.ratios,
             layout={field: config[field] for field in LAYOUT} | {"allow_rope": twin.arm == "rope"},
             seed=config.seed,
@@ -103,6 +103,7 @@ class Lab:
             below=math.inf if workload.text else config.dense_below,
             number=config.number_bytes,
             facts={"arm": twin.arm, "weights": twin.weights, "kind": workload.kind, "prefix": workload.prefix},
+            dense_only=not test,
         )
 
     def ablate(self, run: Run, twin: Twin) -> None:

@@ -83,10 +83,12 @@ class Grid:
     below: float  # nats: a trial whose dense answer costs this much is dropped
     number: int  # bytes of a row's number, as counted
     facts: Mapping[str, Any]
+    dense_only: bool = False  # whether dense attention answers, under the same layout: nothing compiles twice
 
     @property
     def columns(self) -> list[tuple[Kind, int]]:
-        return [(DENSE, 1), *((kind, ratio) for kind in self.kinds for ratio in self.ratios)]
+        others = [] if self.dense_only else [(kind, ratio) for kind in self.kinds for ratio in self.ratios]
+        return [(DENSE, 1), *others]
 
     def plan(self) -> Iterator[tuple]:
         """The key of every row in the order of measuring: batch by batch, dense first."""
@@ -118,7 +120,7 @@ class Grid:
 
     def spec(self, batch: Batch, kind: Kind):
         """One spec for every ratio. Raises ValueError for an index that it refuses."""
-        layout = dict(self.layout) | (kind.layout if kind != DENSE else dict(rank=0))
+        layout = dict(self.layout) | kind.layout
         return self.cells.spec(batch, ratios=self.ratios, block=batch.prefix, **layout)
 
     def _ask(self, batch: Batch) -> held_out.Asked:
@@ -128,7 +130,7 @@ class Grid:
         return held_out.ask(self.cells.model, spec, state, batch.tokens[:, :-1], batch.answers)
 
     def _dense(self, batch: Batch) -> list[dict[str, Any]]:
-        spec = self.spec(batch, self.kinds[0] if self.kinds else DENSE)  # shares the prefill
+        spec = self.spec(batch, self.kinds[0])
         measured = self.cells.measure(spec, batch, baselines.method("dense"), 1, self.seed)
         return [{name: row[name] for name in TRAFFIC} | {"bytes_per_row": self._row} for row in measured]
 

@@ -15,7 +15,7 @@ from vestige_jax import models
 from vestige_jax.spec import CacheSpec
 
 SMALL = dict(
-    trials=2, reach_trials=2, dense_below=1e9, prefix=192, many=(3,), pairs=(192,), tokens=20, ratios=(4,), batch=2,
+    trials=2, reach_trials=2, dense_below=1e9, prefix=192, many=(3,), pairs=(192,), tokens=32, ratios=(4,), batch=2,
     chunk=64, fetch=64, paper_rank=4, candidate_rank=8, sketch_ranks=(), balanced_ranks=(), bits=(16,),
     ablation_texts=2, fit_queries=32, calibration_queries=(16,), ages=(4,), shrinkages=(0.1,), training_seeds=(0, 1),
 )  # fmt: skip
@@ -82,8 +82,8 @@ class TestRun:
 
     def test_text_is_intact_by_the_token(self, finished):
         rows = [row for row in read(finished) if row["workload"] == "prose > code"]
-        assert rows and all(row["scored"] == 19 and not row["dropped"] for row in rows)
-        assert all(row["intact"] == (row["nll"] - row["nll_dense"] < 0.02 * 19) for row in rows)
+        assert rows and all(row["scored"] == 31 and not row["dropped"] for row in rows)
+        assert all(row["intact"] == (row["nll"] - row["nll_dense"] < 0.02 * 31) for row in rows)
 
     def test_the_other_files(self, finished):
         summary, wanted = table(finished / "summary.csv"), "workload index rank bits ratio trials intact lo hi"
@@ -137,7 +137,7 @@ def test_every_workload_has_its_prefix_and_something_behind_it(make_config, twin
     assert batch.ids.shape == (2, 192) and (batch.ids[:, 0] == texts["prose"].bos).all()
     assert batch.longest % 8 == 0 and batch.answers.any(1).all()
     if workload.text:
-        assert (batch.lengths == 20).all() and (batch.answers.sum(1) == 19).all()
+        assert (batch.lengths == 32).all() and (batch.answers.sum(1) == 31).all()
         assert [b"return" in encoder.encoding.decode_bytes(ids[1:].tolist()) for ids in batch.ids] == [
             kind.startswith("code")
         ] * 2
