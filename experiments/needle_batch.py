@@ -139,3 +139,5 @@ def found(spec: CacheSpec, batch: Batch, state: DecoderState, forced: Forced) ->
 
 def _share(rows: np.ndarray, spans: np.ndarray) -> np.ndarray:
     return (rows & spans).sum(-1) / spans.sum(-1)
+
+
