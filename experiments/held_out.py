@@ -120,6 +120,7 @@ def answer(spec: vk.CacheSpec, cache: Cache, queries: Array, positions: Array) -
     samples = calibration.observe(spec, cache, flat, jnp.repeat(positions, heads, axis=1))
     target = jnp.clip(samples.target, 0, spec.archive_rows - 1).reshape(batch, number, heads)
     rows = cache.archive.rows[..., : spec.row_dim]
+    code = indexing.sketch(spec, cache.index.code)
     archived = ~cache.archive.kept & (jnp.arange(spec.archive_rows) < cache.archive.closed[:, None])
 
     def one(asked):
@@ -127,9 +128,9 @@ def answer(spec: vk.CacheSpec, cache: Cache, queries: Array, positions: Array) -
         upto = jnp.maximum(position - cache.archive.closed + 1, 0)
         seen = dataclasses.replace(cache, tail=dataclasses.replace(cache.tail, length=upto))
         part = attention.attended(spec, seen, query)
-        probe = indexing.prepare(spec, cache.index.basis, query)
+        probe = indexing.prepare(spec, cache.index.basis, query, cache.index.step)
         probe = probe._replace(residual=cache.calibration.z[:, None, None] * probe.residual)
-        score = recall.probe_scores(probe, rows, cache.index.code, cache.index.bound)  # [B, H, A]
+        score = recall.probe_scores(probe, rows, code, cache.index.bound)  # [B, H, A]
         open_ = recall.gate(cache, part)
         threshold = jnp.where(open_, part.peak, jnp.inf)
         fires = (score >= threshold[..., None]) & archived[:, None]

@@ -86,6 +86,20 @@ def test_a_head_covers_its_row_where_it_fires_itself(asked):
     assert not (covered & ~fetched).any() and covered.any()
 
 
+def test_codes_of_few_bits_are_asked_in_their_own_steps():
+    here = scene(4, "correlated", trace=True, fetch=80, index="balanced", index_bits=4, rank=4)
+    rng = np.random.default_rng(4)
+    queries = np.stack([queries_for(rng, here.rows[b, : LENGTHS[b]], NUMBER, H) for b in range(len(LENGTHS))])
+    positions = np.array(LENGTHS)[:, None] - NUMBER + np.arange(NUMBER)
+    cache = vk.calibrate(here.spec, here.cache, jnp.asarray(queries), jnp.asarray(positions))
+    here = here._replace(cache=cache).calibrated(z=0.3)
+    answers = held_out.answer(here.spec, here.cache, jnp.asarray(queries), jnp.asarray(positions))
+    for i in range(NUMBER):
+        _, stats = vk.attend(here.spec, upto(here, positions[:, i]), queries[:, i])
+        assert_array_equal(answers.rows[:, i], stats.fetched)
+    assert answers.rows.sum() > 0
+
+
 def test_counts_by_hand():
     yes, no = np.ones((1, 2, 2), bool), np.zeros((1, 2, 2), bool)
     hard, own = no.copy(), no.copy()
