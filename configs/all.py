@@ -6,7 +6,7 @@ Writes results/all/report.md: what the paper claims, the rule that was written d
 agrees; then each driver's table and figure, and the command that makes them alone. It goes on where it was stopped.
 --config.publish=experiments/REPORT.md also writes the report there, with its figures beside it.
 
-Expected: less than an hour on two quiet cores.
+Planned for less than an hour on two quiet cores; the whole of it was not timed yet.
 """
 
 from ml_collections import ConfigDict, config_dict

@@ -11,7 +11,8 @@ so only differences between our rows mean anything.
 
 Published (Kimi-Linear-48B-A3B, variant not stated): median |difference| .0079, floor .0068; at 512x 6/12 needles by
 eviction alone, 12/12 with recall; bits per byte .5881 -> .5885; MAUVE .999 -> .962 on 16 contexts.
-Expected on tiny_nope, on two quiet cores in less than six minutes: floors of about .007 (other chunks) and .009 (other
+Seen on tiny_nope in a smaller run, not yet at this size (planned: six minutes on two quiet cores):
+floors of about .007 (other chunks) and .009 (other
 dtype); the policy an order above them, about .1 at every ratio: a small model spreads its attention on plain text over
 many rows, of which none outscores the attended ones, so recall brings back needles but not this. All needles at 512x
 with recall.
