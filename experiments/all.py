@@ -10,8 +10,8 @@ import pathlib
 import ml_collections
 
 from configs import all as all_config
-from experiments import report
-from experiments.runner import UserError, launch, make_writable
+from experiments.harness import report
+from experiments.harness.runner import UserError, launch, make_writable
 
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:

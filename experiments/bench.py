@@ -14,10 +14,11 @@ import ml_collections
 import numpy as np
 
 from configs import bench as bench_config
-from experiments import bench_account, bench_model, bench_programs, bench_report, bench_scene, bench_stages, checkpoints
-from experiments.bench_clock import Program, alternate, device_name, machine, memory, spread
-from experiments.bench_scene import Scene
-from experiments.runner import Run, launch, reading_input
+from experiments.benchmark import bench_account, bench_model, bench_programs, bench_report, bench_scene, bench_stages
+from experiments.benchmark.bench_clock import Program, alternate, device_name, machine, memory, spread
+from experiments.benchmark.bench_scene import Scene
+from experiments.harness import checkpoints
+from experiments.harness.runner import Run, launch, reading_input
 from vestige_jax.spec import CacheSpec
 
 KEY = ("group", "program", "dtype", "batch", "length")

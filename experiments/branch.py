@@ -15,10 +15,11 @@ import ml_collections
 import numpy as np
 
 from configs import branch as branch_config
-from experiments import anatomy, arms, panels, published
-from experiments.arms import Arm, Measured
-from experiments.claims import Estimate
-from experiments.runner import launch, reading_input
+from experiments.anatomy import arms, dissection, panels
+from experiments.anatomy.arms import Arm, Measured
+from experiments.harness import published
+from experiments.harness.claims import Estimate
+from experiments.harness.runner import launch, reading_input
 
 QUANTITIES = (
     "top-1 by branch",
@@ -37,14 +38,14 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     with reading_input():
         arms.check(config, "length", "queries")
         found = arms.load(config)
-        positions = anatomy.late(config.length, config.queries)
+        positions = dissection.late(config.length, config.queries)
     with arms.start(config, out, found) as run:
         facts = dict(length=config.length, seed=config.seed, kind=config.kind)
         arms.collect(
             run,
             found,
             QUANTITIES,
-            ids=lambda arm, prompt: anatomy.text(arm.prose, prompt, **facts),
+            ids=lambda arm, prompt: dissection.text(arm.prose, prompt, **facts),
             positions=positions,
             measure=lambda _, seen: measure(seen.latent_dim, seen.rows, seen.queries, seen.positions),
         )

@@ -38,8 +38,9 @@ from typing import Any
 
 from absl import flags
 
-from experiments import compilers, tables
-from experiments.rows import Rows, UserError, atomic
+from experiments import compilers
+from experiments.harness import tables
+from experiments.harness.rows import Rows, UserError, atomic
 
 SIZES = ("device_mb", "temporary_mb", "accessed_mb", "declared_mb", "account_mb")
 RATIOS = {"accessed_ratio": "accessed_mb", "account_ratio": "account_mb"}
@@ -51,7 +52,7 @@ FACTS = ("target", "jax", "compiler")
 
 def main(target: str, lengths: list[int], only: list[str], out: pathlib.Path) -> int:
     """Report on one target; the number of programs that did not compile, or copy the cache they are given."""
-    from experiments import compile_programs, compile_sizes
+    from experiments.compilation import compile_programs, compile_sizes
 
     compiler = compilers.Compiler(target)
     programs = [*compile_sizes.sizes(compiler), *(p for n in lengths for p in compile_programs.every(compiler, n))]

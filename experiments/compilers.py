@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from experiments.rows import UserError
+from experiments.harness.rows import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".aot"

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import ml_collections
 
 from configs import digests as digests_config
-from experiments import anatomy, arms, digests_report
-from experiments.arms import Arm
-from experiments.checkpoints import fingerprint
-from experiments.runner import Run, launch, reading_input
+from experiments.anatomy import arms, dissection
+from experiments.anatomy.arms import Arm
+from experiments.harness.checkpoints import fingerprint
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.reports import digests_report
 from vestige_jax.baselines.pages import Pages, dot, paged
 from vestige_jax.baselines.quest import pruned
 from vestige_jax.baselines.recalls import PAGES
@@ -56,7 +57,7 @@ class Lab:
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
             self.identity.weights = {name: fingerprint(arm.folder) for name, arm in self.arms.items()}
-        self._seen: tuple[tuple, anatomy.Anatomy] | None = None
+        self._seen: tuple[tuple, dissection.Anatomy] | None = None
 
     def plan(self) -> Iterator[tuple]:
         """The key of every row in the order of measuring."""
@@ -79,14 +80,14 @@ class Lab:
                 key = dict(zip(KEY, (prefix, text, trial, name, layer, digest), strict=True))
                 yield key | {field: float(values[i]) for field, values in found.items()}
 
-    def _dissect(self, prefix: int, kind: str, trial: int, arm: Arm) -> anatomy.Anatomy:
+    def _dissect(self, prefix: int, kind: str, trial: int, arm: Arm) -> dissection.Anatomy:
         """One dense pass, kept for the next arm of the same model."""
         place = prefix, kind, trial, arm.folder
         if self._seen is None or self._seen[0] != place:
             self._seen = None  # one at a time
             count = self.config.queries
-            ids = anatomy.text(arm.prose, trial, length=prefix + count, seed=self.config.seed, kind=kind)
-            self._seen = place, anatomy.dissect(arm.model, ids, prefix + jnp.arange(count))
+            ids = dissection.text(arm.prose, trial, length=prefix + count, seed=self.config.seed, kind=kind)
+            self._seen = place, dissection.dissect(arm.model, ids, prefix + jnp.arange(count))
         return self._seen[1]
 
 
@@ -124,7 +125,7 @@ def _check(config: ml_collections.ConfigDict) -> None:
             raise ValueError(f"{name}={config[name]} must be at least {least}")
     if not config.prefixes or min(config.prefixes) < 1:
         raise ValueError(f"prefixes={config.prefixes} must be numbers of tokens, at least 1")
-    for name, known in (("digests", tuple(PAGES)), ("texts", anatomy.KINDS)):
+    for name, known in (("digests", tuple(PAGES)), ("texts", dissection.KINDS)):
         if not config[name] or not set(config[name]) <= set(known):
             raise ValueError(f"{name}={config[name]} must be some of {', '.join(known)}")
 

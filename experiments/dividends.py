@@ -15,10 +15,10 @@ import ml_collections
 import numpy as np
 
 from configs import dividends as dividends_config
-from experiments import anatomy, arms, orders, panels, watching
-from experiments.arms import Arm, Measured
-from experiments.claims import Estimate
-from experiments.runner import launch, reading_input
+from experiments.anatomy import arms, dissection, orders, panels, watching
+from experiments.anatomy.arms import Arm, Measured
+from experiments.harness.claims import Estimate
+from experiments.harness.runner import launch, reading_input
 from vestige_jax.baselines.pages import dot
 from vestige_jax.baselines.quest import Quest, pruned
 
@@ -82,7 +82,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
             run,
             found,
             sizes.names,
-            ids=lambda arm, prompt: anatomy.text(arm.prose, prompt, **facts),
+            ids=lambda arm, prompt: dissection.text(arm.prose, prompt, **facts),
             positions=np.arange(config.length),
             measure=lambda _, seen: measure(sizes, seen.latent_dim, seen.scale, seen.rows, seen.queries),
         )

@@ -17,10 +17,11 @@ import ml_collections
 import numpy as np
 
 from configs import geometry as geometry_config
-from experiments import anatomy, arms, orders, panels, published
-from experiments.arms import Arm, Measured
-from experiments.claims import Estimate
-from experiments.runner import launch, reading_input
+from experiments.anatomy import arms, dissection, orders, panels
+from experiments.anatomy.arms import Arm, Measured
+from experiments.harness import published
+from experiments.harness.claims import Estimate
+from experiments.harness.runner import launch, reading_input
 
 Array = jax.Array
 
@@ -62,7 +63,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
             run,
             found,
             sizes.names,
-            ids=lambda arm, prompt: anatomy.text(arm.prose, prompt, **facts),
+            ids=lambda arm, prompt: dissection.text(arm.prose, prompt, **facts),
             positions=np.arange(config.prefix, config.prefix + config.steps),
             measure=functools.partial(measure, sizes),
         )
@@ -84,14 +85,14 @@ def check(config: ml_collections.ConfigDict) -> Sizes:
     return Sizes(config.prefix, tuple(config.tops), best, tuple(config.shifts), tuple(config.tolerances))
 
 
-def measure(sizes: Sizes, arm: Arm, seen: anatomy.Anatomy) -> dict[str, Array]:
+def measure(sizes: Sizes, arm: Arm, seen: dissection.Anatomy) -> dict[str, Array]:
     """Everything in `sizes.names`, of every layer: float32 [L]."""
     rows, queries = seen.rotated() if arm.turned else (seen.rows, seen.queries)
     later = jnp.stack([asked_later(arm, seen, shift) for shift in (0, *sizes.shifts)], axis=1)
     return _measure(sizes, rows[:, : sizes.prefix], queries, later)
 
 
-def asked_later(arm: Arm, seen: anatomy.Anatomy, shift: int) -> Array:
+def asked_later(arm: Arm, seen: dissection.Anatomy, shift: int) -> Array:
     """The queries [L, N, H, C], fixed before rotation, as they would be asked `shift` tokens later."""
     return seen.turned(seen.plain_queries, (seen.positions + shift)[:, None]) if arm.rotates else seen.plain_queries
 

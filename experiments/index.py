@@ -12,13 +12,16 @@ import pathlib
 import ml_collections
 
 from configs import index as index_config
-from experiments import corpus, index_ablations, index_report, index_workloads, needles, sheets, twins
-from experiments.cells import Cells
-from experiments.checkpoints import checkpoint_folder
-from experiments.index_grid import KEY, Grid, kinds
-from experiments.index_workloads import Workload
-from experiments.runner import Run, launch, reading_input
-from experiments.twins import Twin
+from experiments.harness import twins
+from experiments.harness.checkpoints import checkpoint_folder
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.harness.twins import Twin
+from experiments.reports import index_report
+from experiments.text import corpus, needles
+from experiments.trials import index_ablations, index_workloads, sheets
+from experiments.trials.cells import Cells
+from experiments.trials.index_grid import KEY, Grid, kinds
+from experiments.trials.index_workloads import Workload
 
 LAYOUT = ("rows_dtype", "sinks", "fetch", "overflow", "shrinkage")
 

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import ml_collections
 
 from configs import lm_cost as lm_cost_config
-from experiments import lm_cost_report, serving, windows
-from experiments.cells import Cells
-from experiments.checkpoints import fingerprint
-from experiments.runner import Run, launch, reading_input
+from experiments.harness.checkpoints import fingerprint
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.reports import lm_cost_report
+from experiments.text import windows
+from experiments.trials import serving
+from experiments.trials.cells import Cells
 from vestige_jax import baselines, generation
 
 KEY = ("method", "ratio", "window")

@@ -13,11 +13,13 @@ from typing import Any
 import ml_collections
 
 from configs import needle as needle_config
-from experiments import needle_batch, needle_report, needles
-from experiments.cells import Cells
-from experiments.checkpoints import fingerprint
-from experiments.needle_batch import Batch
-from experiments.runner import Run, launch, reading_input
+from experiments.harness.checkpoints import fingerprint
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.reports import needle_report
+from experiments.text import needles
+from experiments.trials import needle_batch
+from experiments.trials.cells import Cells
+from experiments.trials.needle_batch import Batch
 from vestige_jax import baselines
 
 KEY = ("prefix", "depth", "method", "ratio", "trial")

@@ -13,12 +13,15 @@ from typing import Any
 import ml_collections
 
 from configs import parity as parity_config
-from experiments import needle, needle_batch, needles, parity_parts, parity_report, windows
-from experiments.cells import Cells
-from experiments.checkpoints import fingerprint
-from experiments.needle_batch import Batch
-from experiments.parity_parts import CHUNKS, DENSE, DTYPE, RESAMPLED, TEXT
-from experiments.runner import Run, launch, reading_input
+from experiments import needle
+from experiments.harness.checkpoints import fingerprint
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.reports import parity_report
+from experiments.text import needles, windows
+from experiments.trials import needle_batch, parity_parts
+from experiments.trials.cells import Cells
+from experiments.trials.needle_batch import Batch
+from experiments.trials.parity_parts import CHUNKS, DENSE, DTYPE, RESAMPLED, TEXT
 
 KEY = ("part", "side", "ratio", "trial")
 POLICY, EVICTION = "vestige", "sigma"

@@ -16,14 +16,16 @@ import ml_collections
 import numpy as np
 
 from configs import recall as recall_config
-from experiments import corpus, haystack, held_out, needle_batch, needles, recall_report, sheets
-from experiments.cells import Cells
-from experiments.checkpoints import fingerprint
-from experiments.listening import After, Listening
-from experiments.needle_batch import Batch
-from experiments.needles import Trial
-from experiments.runner import Run, launch, reading_input
-from experiments.sheets import Column, Sheet
+from experiments.harness.checkpoints import fingerprint
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.reports import recall_report
+from experiments.text import corpus, haystack, needles
+from experiments.text.needles import Trial
+from experiments.trials import held_out, needle_batch, sheets
+from experiments.trials.cells import Cells
+from experiments.trials.listening import After, Listening
+from experiments.trials.needle_batch import Batch
+from experiments.trials.sheets import Column, Sheet
 from vestige_jax import baselines
 
 KEY = ("workload", "prefix", "table", "variant", "method", "ratio", "trial")

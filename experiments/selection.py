@@ -15,14 +15,17 @@ from typing import Any
 import ml_collections
 
 from configs import selection as selection_config
-from experiments import corpus, needles, selection_report, sheets, twins
-from experiments.cells import Cells
-from experiments.checkpoints import checkpoint_folder
-from experiments.needle_batch import Batch
-from experiments.runner import Run, launch, reading_input
-from experiments.selection_report import Reach
-from experiments.sheets import Column, Sheet
-from experiments.twins import Twin
+from experiments.harness import twins
+from experiments.harness.checkpoints import checkpoint_folder
+from experiments.harness.runner import Run, launch, reading_input
+from experiments.harness.twins import Twin
+from experiments.reports import selection_report
+from experiments.reports.selection_report import Reach
+from experiments.text import corpus, needles
+from experiments.trials import sheets
+from experiments.trials.cells import Cells
+from experiments.trials.needle_batch import Batch
+from experiments.trials.sheets import Column, Sheet
 from vestige_jax import baselines, models
 from vestige_jax.spec import CacheSpec
 

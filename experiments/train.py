@@ -33,8 +33,9 @@ import tqdm
 from flax import nnx
 
 from configs import train_tiny
-from experiments import card, corpus, needles
-from experiments.runner import Run, UserError, launch, make_writable, reading_input
+from experiments.harness import card
+from experiments.harness.runner import Run, UserError, launch, make_writable, reading_input
+from experiments.text import corpus, needles
 from vestige_jax.models import Decoder, ModelConfig, Tokenizer, save
 
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

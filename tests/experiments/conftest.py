@@ -6,7 +6,7 @@ import shutil
 import pytest
 from flax import nnx
 
-from experiments import vocabulary
+from experiments.text import vocabulary
 from vestige_jax import models
 
 PROSE = [f"Line {i} of a text about nothing, with words like river, mountain, paper and {i * 7}." for i in range(600)]

@@ -7,10 +7,10 @@ from ml_collections import ConfigDict
 
 from configs import all as all_config
 from configs import needle as needle_config
-from experiments import report
 from experiments.all import driver_config
-from experiments.claims import COLUMNS
-from experiments.runner import UserError, provenance
+from experiments.harness import report
+from experiments.harness.claims import COLUMNS
+from experiments.harness.runner import UserError, provenance
 
 ANSWER = {"claim": "it works", "paper": ".9 (48B)", "rule": "x at least 0.5", "ours": "0.7", "lo": "0.6", "hi": "0.8"}
 

@@ -12,9 +12,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 from configs import bench as bench_config
-from experiments import bench, bench_account, bench_clock, bench_programs, bench_report, bench_scene, gpu_check
-from experiments.bench_clock import Program
-from experiments.rows import UserError
+from experiments import bench, gpu_check
+from experiments.benchmark import bench_account, bench_clock, bench_programs, bench_report, bench_scene
+from experiments.benchmark.bench_clock import Program
+from experiments.harness.rows import UserError
 from vestige_jax import init
 from vestige_jax.spec import CacheSpec
 

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 from configs import branch as branch_config
 from experiments import branch
-from experiments.rows import UserError
+from experiments.harness.rows import UserError
 
 R, P, T, H = 3, 2, 9, 2
 
@@ -80,7 +80,7 @@ def test_a_run_has_a_row_for_everything(finished):
 
 
 def test_a_finished_run_measures_nothing(finished, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(branch.anatomy, "dissect", None)
+    monkeypatch.setattr(branch.dissection, "dissect", None)
     before = (finished / "summary.csv").read_text()
     branch.main(tiny(branch_config.get_config(), length=64, queries=16), finished)
     assert (finished / "summary.csv").read_text() == before

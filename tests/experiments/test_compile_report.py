@@ -6,8 +6,9 @@ import importlib.metadata
 import jax
 import pytest
 
-from experiments import compile_programs, compile_report, compile_sizes, compilers
-from experiments.rows import UserError
+from experiments import compile_report, compilers
+from experiments.compilation import compile_programs, compile_sizes
+from experiments.harness.rows import UserError
 from tests.kernels.backends import tracing_for
 
 ROWS = 8192

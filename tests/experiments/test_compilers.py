@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import compilers
-from experiments.rows import UserError
+from experiments.harness.rows import UserError
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from configs import digests as digests_config
-from experiments import digests, digests_report
-from experiments.rows import UserError
+from experiments import digests
+from experiments.harness.rows import UserError
+from experiments.reports import digests_report
 from vestige_jax.baselines.quest import Quest
 from vestige_jax.baselines.recalls import PAGES
 

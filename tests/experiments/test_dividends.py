@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from configs import dividends as dividends_config
 from experiments import dividends
-from experiments.rows import UserError
+from experiments.harness.rows import UserError
 
 SMALL = dict(length=64, ratio=8, horizons=(4, 32), window=8, kernel=3, page=4, asked=8, rank=2, calibration=16)
 

@@ -10,8 +10,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from configs import geometry as geometry_config
-from experiments import geometry, published
-from experiments.rows import UserError
+from experiments import geometry
+from experiments.harness import published
+from experiments.harness.rows import UserError
 
 SMALL = dict(prefix=48, steps=4, tops=(1, 4), ratio=8, shifts=(3, 40), tolerances=(0.0, 0.5))
 

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from configs import index as index_config
-from experiments import corpus, index, index_ablations, index_grid, index_report, index_workloads, needles, paired
-from experiments.index_grid import Kind
-from experiments.rows import UserError
+from experiments import index
+from experiments.harness import paired
+from experiments.harness.rows import UserError
+from experiments.reports import index_report
+from experiments.text import corpus, needles
+from experiments.trials import index_ablations, index_grid, index_workloads
+from experiments.trials.index_grid import Kind
 from vestige_jax import models
 from vestige_jax.spec import CacheSpec
 

@@ -12,8 +12,10 @@ from flax import nnx
 from numpy.testing import assert_allclose
 
 from configs import lm_cost as lm_cost_config
-from experiments import lm_cost, lm_cost_report, windows
-from experiments.rows import UserError
+from experiments import lm_cost
+from experiments.harness.rows import UserError
+from experiments.reports import lm_cost_report
+from experiments.text import windows
 
 PREFIX, TOKENS = 48, 32
 METHODS = ("vestige", "sigma", "streaming")

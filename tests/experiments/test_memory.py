@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from experiments import serving
+from experiments.trials import serving
 from vestige_jax import baselines, generation, models
 from vestige_jax.models.observation import Rereading
 

@@ -16,8 +16,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from configs import needle as needle_config
 from configs import needle_grid, needle_unseen
-from experiments import needle, needle_batch, needle_report, needles, serving, vocabulary
-from experiments.rows import UserError
+from experiments import needle
+from experiments.harness.rows import UserError
+from experiments.reports import needle_report
+from experiments.text import needles, vocabulary
+from experiments.trials import needle_batch, serving
 from vestige_jax import baselines, generation, models
 from vestige_jax.spec import CacheSpec
 

@@ -12,9 +12,10 @@ from flax import nnx
 from numpy.testing import assert_allclose
 
 from configs import parity as parity_config
-from experiments import parity, parity_report
-from experiments.parity_parts import CHUNKS, DENSE, DTYPE, RESAMPLED, TEXT
-from experiments.rows import UserError
+from experiments import parity
+from experiments.harness.rows import UserError
+from experiments.reports import parity_report
+from experiments.trials.parity_parts import CHUNKS, DENSE, DTYPE, RESAMPLED, TEXT
 
 TOKENS, STEPS = 24, 12
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from configs import recall as recall_config
-from experiments import paired, recall, recall_report
-from experiments.rows import UserError
+from experiments import recall
+from experiments.harness import paired
+from experiments.harness.rows import UserError
+from experiments.reports import recall_report
 
 SMALL = dict(
     trials=2, reach_trials=2, dense_below=1e9, prefix=192, many=(3,), pairs=(128,), ratios=(4, 16), starved=(1,),

@@ -9,10 +9,13 @@ import shutil
 import pytest
 
 from configs import selection as selection_config
-from experiments import needle_report, paired, selection, selection_report, sheets
-from experiments.rows import UserError
-from experiments.selection_report import Reach
-from experiments.twins import Twin, family
+from experiments import selection
+from experiments.harness import paired
+from experiments.harness.rows import UserError
+from experiments.harness.twins import Twin, family
+from experiments.reports import needle_report, selection_report
+from experiments.reports.selection_report import Reach
+from experiments.trials import sheets
 
 SMALL = dict(
     training_seeds=(0, 1), trials=2, reach_trials=2, dense_below=1e9, prefixes=(128,), block=0, ratios=(4, 16),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from configs import train_tiny
-from experiments import runner, train
+from experiments import train
+from experiments.harness import runner
 from vestige_jax.models import Tokenizer, load
 
 STEPS = 30

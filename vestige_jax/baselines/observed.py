@@ -65,7 +65,7 @@ class Observed:
     def need(self, *names: str) -> tuple[Array, ...]:
         """These fields. Raises ValueError for one that was not observed."""
         missing = [name for name in names if getattr(self, name) is None]
-        checks.require(not missing, f"{missing} was not observed; prefill with `experiments.serving.prefill`")
+        checks.require(not missing, f"{missing} was not observed; prefill with `experiments.trials.serving.prefill`")
         return tuple(getattr(self, name) for name in names)
 
 

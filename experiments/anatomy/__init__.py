@@ -1,0 +1,1 @@
+"""What the attention layers of a model ask and cache, by arm, layer and quantity."""

@@ -1,0 +1,1 @@
+"""What the benchmark times, and how."""

@@ -1,0 +1,1 @@
+"""Programs for the devices' own compilers, and what these say of them."""

@@ -1,0 +1,63 @@
+"""Every kernel at every size that has to work: interpreters accept what a compiler refuses."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas
+from experiments.compilation.compile_programs import KERNELS, Program
+from experiments.compilers import Compiler
+from kernels_pallas.words import row_words
+
+ROWS, BATCH, FETCHED = 4096, 2, 40
+SIZES = {(512, 64, 32): (0, 64, 128, 192), (512, 64, 16): (0, 64, 128, 192), (32, 16, 4): (0, 8)}  # and their ranks
+WORDS = {"tpu": (jnp.uint16, jnp.uint32), "cuda": (jnp.uint16,)}  # of rows; codes are as wide
+
+
+def sizes(compiler: Compiler) -> Iterator[Program]:
+    """attend, attend_list and scan: latent/branch/heads, rank, and the branch in place or in the code."""
+    for (latent, branch, heads), ranks in SIZES.items():
+        for word in WORDS[compiler.platform]:
+            name = f"size {latent}/{branch}/{heads} {word.__name__}"
+            attend = functools.partial(_attend, compiler, latent, branch, heads, word)
+            yield Program(f"{name} attend", ROWS, functools.partial(attend, listed=False))
+            yield Program(f"{name} attend_list", ROWS, functools.partial(attend, listed=True))
+            for rank in ranks:
+                scan = functools.partial(_scan, compiler, latent, branch, heads, word, rank)
+                yield Program(f"{name} scan, rank {rank}", ROWS, functools.partial(scan, copied=False))
+                yield Program(f"{name} scan, rank {rank}, branch copied", ROWS, functools.partial(scan, copied=True))
+
+
+def _attend(compiler, latent, branch, heads, word, *, listed):
+    keywords = {"latent_dim": latent, "scale": 1.0, "implementation": KERNELS[compiler.platform]}
+    query = _shape(BATCH, heads, latent + branch, dtype=_float(word))
+    rows, count = _rows(compiler, latent + branch, word), _shape(BATCH, dtype=jnp.int32)
+    if listed:
+        arguments = (query, rows, _shape(BATCH, FETCHED, dtype=jnp.int32), count)
+        return functools.partial(kernels_pallas.attend_list, **keywords), arguments, ()
+    return functools.partial(kernels_pallas.attend, **keywords), (query, rows, count), ()
+
+
+def _scan(compiler, latent, branch, heads, word, rank, *, copied):
+    width, numbers = (0, branch + rank) if copied else (branch, rank)
+    code = _float(word) if compiler.platform == "tpu" else jnp.float16
+    probe = [_shape(BATCH, heads, n) for n in (width, numbers, 1)]
+    entry = _shape(BATCH, ROWS, numbers, dtype=code), _shape(BATCH, 1, ROWS), _shape(BATCH, ROWS, dtype=bool)
+    rows, count = _rows(compiler, latent + branch, word), _shape(BATCH, dtype=jnp.int32)
+    function = functools.partial(kernels_pallas.scan, latent_dim=latent, implementation=KERNELS[compiler.platform])
+    return function, (*probe, _shape(BATCH, heads), rows, *entry, count), ()
+
+
+def _rows(compiler, width, word):
+    with compiler.tracing():
+        return _shape(BATCH, ROWS, row_words(width), dtype=word)
+
+
+def _float(word):
+    return jnp.bfloat16 if word == jnp.uint16 else jnp.float32
+
+
+def _shape(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)

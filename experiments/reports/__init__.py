@@ -1,0 +1,1 @@
+"""Each driver's summary, tables, verdicts and figures, from its rows alone."""
