@@ -207,6 +207,25 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(kind, bits):
         np.testing.assert_allclose(cache.index.basis.error, here.cache.index.basis.error[b : b + 1], atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "bits"), [("balanced", 16), ("balanced", 4), ("sketch", 8)])
+def test_rows_spread_over_a_mesh_axis_get_the_index_of_all_of_them(kind, bits):
+    """Two devices with two blocks each against one with four: the same maps everywhere, and the same codes."""
+    spec, rng = small_spec(index=kind, index_bits=bits, rank=6), np.random.default_rng(2)
+    rows = random_rows(rng, 64)[None]
+    rows[:, 32:] *= 3  # neither half has the moments of the whole
+    query = jnp.asarray(queries_for(rng, rows[0], 24, H).reshape(1, -1, C))
+    refit = functools.partial(calibration.refit, spec, query=query, mask=jnp.ones(query.shape[:2], bool))
+    whole = jax.jit(refit)(fill(spec, rows, (64,)).cache).index
+    halves = jax.tree.map(lambda *x: jnp.stack(x), *(fill(spec, rows[:, i : i + 32], (32,)).cache for i in (0, 32)))
+    spread = jax.jit(jax.vmap(functools.partial(refit, axis="context"), axis_name="context"))(halves).index
+
+    jax.tree.map(lambda part: np.testing.assert_array_equal(part[0], part[1]), (spread.basis, spread.step))
+    np.testing.assert_allclose(spread.step[0], whole.step, rtol=1e-3)
+    held = np.concatenate([np.asarray(codes.to_float32(spread.code[i]))[:, :32] for i in (0, 1)], axis=1)
+    atol = 1.01 if bits < 16 else 1e-2 * np.abs(held).max()  # a number between two codes may go either way
+    np.testing.assert_allclose(held, np.asarray(codes.to_float32(whole.code))[:, :64], atol=atol)
+
+
 def test_calibration_from_decode_queries():
     """The 64th decode query installs an index fitted to queries and rows; blocks that close later use it."""
     spec = small_spec(index="balanced", index_bits=8, rank=6, calibration="decode", capacity=180, block=32)

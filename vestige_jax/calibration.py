@@ -89,15 +89,22 @@ def _calibrate(spec, cache, queries, positions):
     return dataclasses.replace(cache, calibration=calibration)
 
 
-def refit(spec: CacheSpec, cache: Cache, query: Array, mask: Array) -> Cache:
-    """The cache with an index fitted to query [B, Q, C] where mask bool [B, Q], and to its closed rows if balanced."""
-    covariance = row_covariance(spec, cache) if spec.index == "balanced" else None
+def refit(spec: CacheSpec, cache: Cache, query: Array, mask: Array, axis: str | None = None) -> Cache:
+    """The cache with an index fitted to query [B, Q, C] where mask bool [B, Q], and to its closed rows if balanced.
+
+    `axis` names the mesh axis of a shard_map over which the closed rows of a sequence are spread, its queries are not:
+    the rows' moments are summed over it, and every device gets the maps of the first one.
+    """
+    covariance = row_covariance(spec, cache, axis) if spec.index == "balanced" else None
     basis = indexing.fit(spec, query, mask, covariance)
-    return rebuild(spec, cache, basis, code_steps(spec, cache, basis))
+    if axis:
+        first = lax.axis_index(axis) == 0
+        basis = jax.tree.map(lambda part: lax.psum(jnp.where(first, part, 0), axis), basis)
+    return rebuild(spec, cache, basis, code_steps(spec, cache, basis, axis))
 
 
-def row_covariance(spec: CacheSpec, cache: Cache) -> Array:
-    """Covariance of every sequence's closed rows, float32 [B, C, C], streamed block by block (§8)."""
+def row_covariance(spec: CacheSpec, cache: Cache, axis: str | None = None) -> Array:
+    """Covariance of every sequence's closed rows, float32 [B, C, C], streamed block by block (§8); `axis` as above."""
 
     def add(sums, rows, exists):
         kept = jnp.where(exists[..., None], rows.astype(jnp.float32), 0)
@@ -106,13 +113,15 @@ def row_covariance(spec: CacheSpec, cache: Cache) -> Array:
 
     width = spec.row_dim
     batch = cache.fault.shape[0]
-    products, total = _fold_blocks(spec, cache, add, (jnp.zeros((batch, width, width)), jnp.zeros((batch, width))))
-    count = jnp.maximum(cache.archive.closed, 1)[:, None, None]
+    sums = _fold_blocks(spec, cache, add, (jnp.zeros((batch, width, width)), jnp.zeros((batch, width))))
+    moments = *sums, cache.archive.closed
+    products, total, closed = lax.psum(moments, axis) if axis else moments
+    count = jnp.maximum(closed, 1)[:, None, None]
     mean = total[..., None] / count
     return products / count - mean * jnp.swapaxes(mean, 1, 2)
 
 
-def code_steps(spec: CacheSpec, cache: Cache, basis: indexing.Basis) -> Array:
+def code_steps(spec: CacheSpec, cache: Cache, basis: indexing.Basis, axis: str | None = None) -> Array:
     """The step of each code dimension at which no closed row is clipped: [B, K]; [B, 0] for codes that are floats."""
     if spec.steps == 0:
         return cache.index.step
@@ -122,6 +131,7 @@ def code_steps(spec: CacheSpec, cache: Cache, basis: indexing.Basis) -> Array:
         return jnp.maximum(reach, jnp.where(exists[..., None], jnp.abs(projected), 0).max(1))
 
     reach = _fold_blocks(spec, cache, widen, jnp.zeros_like(cache.index.step))
+    reach = lax.pmax(reach, axis) if axis else reach
     return jnp.where(reach > 0, reach / codes.largest(spec.index_bits), cache.index.step)
 
 
