@@ -59,7 +59,11 @@ def get_config() -> ConfigDict:
     config.ablation_texts = 12
     config.fit_queries = 64  # positions that an index is fitted to, as deployed
     config.calibration_queries = (16, 32, 128, 256, 512)
+    config.calibration_rows = (32, 128, 512)  # of the prefix, evenly spaced: is the covariance of all rows needed?
     config.ages = (2, 4, 16)  # fitted at 1/2, 1/4 and 1/16 of the prefix
+    config.old_fit = 2048  # tokens: a basis fitted there, used at these, on the checkpoint alone
+    config.old_prefixes = (8192, 32768)
+    config.old_texts = 2
     config.shrinkages = (0.0001, 0.001, 0.1, 1.0)
 
     config.number_bytes = 2  # of a row's number, as counted

@@ -112,7 +112,8 @@ class Lab:
     def ablate(self, run: Run, twin: Twin) -> None:
         """What an index has to look at, on the rows and queries of held-out text."""
         facts = {"arm": twin.arm, "weights": twin.weights}
-        index_ablations.fill(run, self.config, twin.name, facts, self.cells)
+        long = (twin.arm, twin.seed) == ("nope", 0)
+        index_ablations.fill(run, self.config, twin.name, facts, self.cells, long=long)
 
     def _check_layouts(self) -> None:
         """What cannot be run is said before anything is: every workload under every index, on the first twin."""
@@ -135,12 +136,19 @@ def _check(config: ml_collections.ConfigDict) -> None:
         raise ValueError(f"ratios={config.ratios} must lie between 1 and the shortest prefix; 32 keeps one row in 32")
     if config.tokens >= config.prefix - index_workloads.ROOM:
         raise ValueError(f"tokens={config.tokens} must be fewer than prefix={config.prefix}, a block, by more than 8")
-    for name, most in (("calibration_queries", config.prefix), ("ages", config.prefix // 8)):
+    for name, most in (
+        ("calibration_queries", config.prefix),
+        ("calibration_rows", config.prefix),
+        ("ages", config.prefix // 8),
+    ):
         for value in config[name]:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
             if value > most:
                 raise ValueError(f"{name}={value} must be at most prefix={config.prefix}, for ages an eighth of it")
+    for prefix in config.old_prefixes:
+        if config.old_fit < 1 or prefix % config.old_fit:
+            raise ValueError(f"old_prefixes={prefix} must be a multiple of old_fit={config.old_fit}")
     if not config.workloads:
         raise ValueError(f"workloads={config.workloads} must name one of {', '.join(index_workloads.KINDS)}")
 

@@ -22,7 +22,7 @@ COLUMNS = (
     *("checkpoints", "trials", "dropped", "intact", "lo", "hi", *MEASURED, "delta_nats"),
     *("bytes_per_row", "bytes_ratio"),
 )
-ABLATION_COLUMNS = ("arm", "variant", "trials", *MEASURED, "bytes_per_row", "bytes_ratio")
+ABLATION_COLUMNS = ("arm", "workload", "variant", "trials", *MEASURED, "bytes_per_row", "bytes_ratio")
 LEGEND = """\
 intact: of the trials that dense answers, Wilson's 95% interval over the trials of all training seeds, which are not
 independent: claims draw training seeds first. hard_recall: the best row of a hard query behind the cut is fetched,

@@ -21,7 +21,8 @@ from vestige_jax.spec import CacheSpec
 SMALL = dict(
     trials=2, reach_trials=2, dense_below=1e9, prefix=192, many=(3,), pairs=(192,), tokens=32, ratios=(4,), batch=2,
     chunk=64, fetch=64, paper_rank=4, candidate_rank=8, sketch_ranks=(), balanced_ranks=(), bits=(16,),
-    ablation_texts=2, fit_queries=32, calibration_queries=(16,), ages=(4,), shrinkages=(0.1,), training_seeds=(0, 1),
+    ablation_texts=2, fit_queries=32, calibration_queries=(16,), calibration_rows=(48,), ages=(4,), shrinkages=(0.1,),
+    old_fit=96, old_prefixes=(288,), old_texts=1, training_seeds=(0, 1),
 )  # fmt: skip
 QUICK = dict(workloads=("many", "prose > code"))
 KINDS = [("sketch", 4, 16), ("balanced", 8, 4)]  # the reference and the candidate
@@ -98,7 +99,8 @@ class TestRun:
         told = [row for row in table(finished / "claims.csv") if row["claim"].startswith(("many", "prose > code"))]
         assert len(told) == 12 and all(row["ours"] for row in told if "half the bytes" in row["claim"])
         names = {row["variant"] for row in table(finished / "ablations.csv")}
-        assert {"sketch", "query-only", "row-only", "fitted at 1/4", "one basis for all layers"} <= names
+        assert {"sketch", "query-only", "row-only", "fitted at 1/4", "48 rows", "one basis for all layers"} <= names
+        assert {"balanced, row", "fitted at 96 tokens"} <= names
         assert (finished / "index.png").stat().st_size > 10_000
 
     def test_a_killed_run_goes_on_where_it_ended(self, make_config, finished, tmp_path):
@@ -122,6 +124,7 @@ class TestRun:
         ({"balanced_ranks": (13,), "bits": (16,)}, "rank=13 of a balanced index must lie in 1..12"),
         ({"balanced_ranks": (7,), "bits": (4,)}, "rank=7 must be even for index_bits=4"),
         ({"checkpoint": "nowhere", "twin": ""}, "checkpoint='nowhere' must be a folder"),
+        ({"old_prefixes": (300,)}, "old_prefixes=300 must be a multiple of old_fit=96"),
         ({"calibration_queries": (500,)}, "calibration_queries=500 must be at most prefix=192"),
         ({"ages": (0,)}, "ages=0 must be at least 1"),
     ],
@@ -198,6 +201,23 @@ class TestAblations:
             known, _ = index_ablations._scores(spec, maps, 6, queries, rows)
             missed[name] = float(((spec.scale * queries @ rows.T - known) ** 2).mean())
         assert min(missed, key=missed.get) == "balanced, row"
+
+    @pytest.mark.parametrize("allowance", ["z", "z per head", "margin"])
+    def test_what_is_allowed_finds_the_rows_it_was_fitted_to(self, spec, layer, allowance):
+        variant = index_ablations.Variant("x", allowance=allowance)
+        seen = index_ablations.look(spec, layer, 32, 64)
+        queries = layer.queries.reshape(-1, 12)
+        maps = index_ablations.fit(spec, variant, queries, np.cov(layer.rows, rowvar=False).astype(np.float32))
+        allowed = index_ablations._allowance(spec, variant, maps, 3, layer, seen)
+        known, bound = index_ablations._scores(spec, maps, 3, seen.queries, layer.rows)
+        unit = np.ones_like(bound) if allowance == "margin" else bound
+        fires = known + np.tile(allowed, 32)[:, None] * unit >= seen.peak[:, None] - 1e-5
+        found = np.take_along_axis(fires, seen.target[:, None], 1)[:, 0].reshape(32, spec.num_heads)
+        hard = seen.hard.reshape(32, spec.num_heads)
+        assert (len(set(allowed)) > 1) == (allowance == "z per head")
+        for head in range(spec.num_heads) if allowance == "z per head" else ():
+            assert found[hard[:, head], head].mean() >= 0.9
+        assert found[hard].mean() >= 0.9 and not fires[seen.archived].all()
 
     def test_all_dimensions_find_every_hard_row(self, spec, layer):
         counts = index_ablations.measure(spec, index_ablations.Variant("x"), [layer], 12)
