@@ -15,7 +15,7 @@ from experiments.trials import index_grid
 from experiments.trials.index_ablations import TABLE as ABLATION
 from experiments.trials.index_grid import Kind
 
-PLACE = ("arm", "workload", "index", "rank", "bits", "ratio")
+PLACE = ("arm", "workload", "index", "rank", "bits", "target", "ratio")
 MEASURED = ("hard_recall", "hard_lo", "hard_hi", "hard", "fetched_per_step", "fired_per_step", "overflow")
 COLUMNS = (
     *PLACE,
@@ -138,8 +138,11 @@ def _compare(first: np.ndarray, second: np.ndarray, why: str) -> Estimate:
 
 
 def _of(rows: Rows, kind: Kind, ratio: int) -> Rows:
-    wanted = (kind.index, kind.rank, kind.bits, ratio)
-    return [row for row in rows if (row["index"], row["rank"], row["bits"], row["ratio"]) == wanted]
+    return [row for row in rows if _kind(row) == kind and row["ratio"] == ratio]
+
+
+def _kind(row: Mapping[str, Any]) -> Kind:
+    return Kind(*(row[field] for field in ("index", "rank", "bits", "target")))
 
 
 def _unanswered(rows: Rows, config: ml_collections.ConfigDict) -> Iterator[tuple[str, str]]:
@@ -159,7 +162,7 @@ def draw(run: Run, config: ml_collections.ConfigDict, summary: Rows) -> None:
     for i, arm in enumerate(arms):
         for panel, work in zip(panels[i], works, strict=True):
             here = [cell for cell in cells if (cell["arm"], cell["workload"]) == (arm, work)]
-            _frontier(panel, here, index_grid.reference(config))
+            _frontier(panel, here, config)
             panel.set_title(f"{work}, {arm}", fontsize=8, color=plots.INK)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False, labelcolor=plots.INK)
@@ -168,20 +171,31 @@ def draw(run: Run, config: ml_collections.ConfigDict, summary: Rows) -> None:
     plots.save(figure, run.path("index.png"))
 
 
-def _frontier(panel, cells: Rows, paper: Kind) -> None:
-    for place, (name, bits) in enumerate((n, b) for n in ("sketch", "balanced") for b in (16, 8, 4)):
-        line = sorted((c for c in cells if (c["index"], c["bits"]) == (name, bits)), key=lambda c: c["bytes_per_row"])
+def _frontier(panel, cells: Rows, config: ml_collections.ConfigDict) -> None:
+    paper, candidate = index_grid.reference(config), index_grid.candidate(config)
+    lines = {
+        f"{name}, {bits} bits": [c for c in cells if (c["index"], c["bits"], c["target"]) == (name, bits, paper.target)]
+        for name in ("sketch", "balanced")
+        for bits in (16, 8, 4)
+    }
+    if candidate.target != paper.target:
+        label = f"balanced, rank {candidate.rank}, target {candidate.target:g}"
+        lines[label] = [c for c in cells if c["index"] == candidate.index and c["target"] == candidate.target]
+    for colour, (label, line) in zip((*plots.COLOURS, plots.INK), lines.items(), strict=False):
         if line:
-            x, y = ([cell[field] for cell in line] for field in ("bytes_per_row", "hard_recall"))
-            error = np.array([[c["hard_recall"] - c["hard_lo"], c["hard_hi"] - c["hard_recall"]] for c in line]).T
-            colour = plots.COLOURS[place % len(plots.COLOURS)]
-            panel.errorbar(x, y, np.abs(error), fmt="o-", markersize=4, color=colour, label=f"{name}, {bits} bits")
+            _line_of(panel, sorted(line, key=lambda cell: cell["bytes_per_row"]), color=colour, label=label)
     for cell in cells:
-        if (cell["index"], cell["rank"], cell["bits"]) == (paper.index, paper.rank, paper.bits):
+        if _kind(cell) == paper:
             panel.plot(cell["bytes_per_row"], cell["hard_recall"], "D", markersize=8, color=plots.INK, label="paper",
                        markerfacecolor="none")  # fmt: skip
             panel.axvline(cell["bytes_per_row"] / 2, color=plots.GREY, linewidth=1, linestyle=":")
     plots.clean(panel)
+
+
+def _line_of(panel, line: Rows, **style) -> None:
+    x, y = ([cell[field] for cell in line] for field in ("bytes_per_row", "hard_recall"))
+    error = np.array([[c["hard_recall"] - c["hard_lo"], c["hard_hi"] - c["hard_recall"]] for c in line]).T
+    panel.errorbar(x, y, np.abs(error), fmt="o-", markersize=4, **style)
 
 
 SHOWN = ("trials", "intact", "95%", "hard_recall", "fetched", "fired", "overflow", "delta_nats", "bytes", "bytes_ratio")

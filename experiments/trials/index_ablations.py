@@ -114,7 +114,11 @@ def _fill(run, config, place: tuple[str, str], part: Probe, facts: Mapping[str, 
     width = min(config.paper_rank + sizes.branch_dim, sizes.latent_dim + sizes.branch_dim)
     layout = dict(block=part.prefix, ratio=1 / ratio, rank=0, sinks=config.sinks, allow_rope=True)
     spec = sizes.cache_spec(part.prefix + config.tokens, **layout)
-    plan = {(*place, one.name, width, 16, ratio, i): one for i in range(part.texts) for one in part.variants}
+    plan = {
+        (*place, one.name, width, 16, spec.recall_target, ratio, i): one
+        for i in range(part.texts)
+        for one in part.variants
+    }
     seen: tuple[int, list[Layer]] | None = None
     row_bytes = spec.row_dim * config.number_bytes
     for key in run.todo(plan, label=", ".join(place)):

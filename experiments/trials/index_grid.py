@@ -18,7 +18,7 @@ from experiments.trials.needle_batch import Batch
 from experiments.trials.sheets import judge
 from vestige_jax import baselines, generation
 
-KEY = ("checkpoint", "workload", "index", "rank", "bits", "ratio", "trial")
+KEY = ("checkpoint", "workload", "index", "rank", "bits", "target", "ratio", "trial")
 COUNTS = ("queries", "hard", "covered", "recalled", "fires", "rows", "steps")
 """Of held-out queries, by layer; see `held_out.measure`."""
 TRAFFIC = ("nll", "exact", "attended", "fetched_per_step", "fire_rate", "overflow", "clamped")
@@ -28,20 +28,21 @@ ETA = 4
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of index; rank and bits of a code. 'dense' is none."""
+    """A kind of index; rank and bits of a code, and the recall that it is calibrated to. 'dense' is none."""
 
     index: str
     rank: int
     bits: int
+    target: float = 0.9
 
     @property
     def name(self) -> str:
-        return f"{self.index} {self.rank}x{self.bits}"
+        return f"{self.index} {self.rank}x{self.bits}, target {self.target:g}"
 
     @property
     def layout(self) -> dict[str, Any]:
         """Fields of a CacheSpec."""
-        return dict(index=self.index, rank=self.rank, index_bits=self.bits)
+        return dict(index=self.index, rank=self.rank, index_bits=self.bits, recall_target=self.target)
 
     def nbytes(self, branch: int, number: int) -> float:
         """Bytes that a scan reads of every row: code and bound, and of a sketch the branch, in place (VestigeKV §3)."""
@@ -52,10 +53,14 @@ DENSE = Kind("dense", 0, 16)
 
 
 def kinds(config: ml_collections.ConfigDict) -> list[Kind]:
-    """Every kind of index: the paper's first, then both kinds at each rank and width of code."""
+    """Every kind of index: the paper's first, then both kinds at each rank and width of code, at the paper's target.
+
+    The candidate's rank has its target beside it, at each width.
+    """
     grids = (("sketch", config.sketch_ranks), ("balanced", config.balanced_ranks))
+    first = [reference(config), candidate(config)]
     every = [Kind(index, rank, bits) for index, ranks in grids for rank in ranks for bits in config.bits]
-    return list(dict.fromkeys([reference(config), candidate(config), *every]))
+    return list(dict.fromkeys([*first, *every, *(dataclasses.replace(first[1], bits=bits) for bits in config.bits)]))
 
 
 def reference(config: ml_collections.ConfigDict) -> Kind:
@@ -65,7 +70,7 @@ def reference(config: ml_collections.ConfigDict) -> Kind:
 
 def candidate(config: ml_collections.ConfigDict) -> Kind:
     """The index that the claims are about, named before any run."""
-    return Kind("balanced", config.candidate_rank, config.candidate_bits)
+    return Kind("balanced", config.candidate_rank, config.candidate_bits, config.candidate_target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,4 +172,4 @@ class Grid:
         )
 
     def _key(self, kind: Kind, ratio: int, trial: int) -> tuple:
-        return (*self.place.values(), kind.index, kind.rank, kind.bits, ratio, trial)
+        return (*self.place.values(), kind.index, kind.rank, kind.bits, kind.target, ratio, trial)

@@ -25,7 +25,7 @@ SMALL = dict(
     old_fit=96, old_prefixes=(288,), old_texts=1, training_seeds=(0, 1),
 )  # fmt: skip
 QUICK = dict(workloads=("many", "prose > code"))
-KINDS = [("sketch", 4, 16), ("balanced", 8, 4)]  # the reference and the candidate
+KINDS = [("sketch", 4, 16), ("balanced", 8, 4), ("balanced", 8, 16)]  # the reference, the candidate, its other width
 WORKLOADS = ("3 needles", "prose > code")
 
 
@@ -94,7 +94,7 @@ class TestRun:
         summary, wanted = table(finished / "summary.csv"), "workload index rank bits ratio trials intact lo hi"
         assert set(wanted.split()) <= set(summary[0])
         assert {"hard_recall", "fetched_per_step", "overflow", "bytes_per_row", "bytes_ratio"} <= set(summary[0])
-        assert len(summary) == 2 * len(WORKLOADS) * 3
+        assert len(summary) == 2 * len(WORKLOADS) * 4
         assert {row["claim"] for row in table(finished / "claims.csv")} == set(index_config.claims())
         told = [row for row in table(finished / "claims.csv") if row["claim"].startswith(("many", "prose > code"))]
         assert len(told) == 12 and all(row["ours"] for row in told if "half the bytes" in row["claim"])
@@ -158,8 +158,8 @@ def test_bytes_of_the_published_index_and_of_a_balanced_one():
 
 def test_the_reference_and_the_candidate_are_measured_whatever_the_grid():
     config = index_config.get_config()
-    assert index_grid.kinds(config)[:2] == [Kind("sketch", 8, 16), Kind("balanced", 24, 4)]
-    assert len(index_grid.kinds(config)) == 15  # and only once
+    assert index_grid.kinds(config)[:2] == [Kind("sketch", 8, 16), Kind("balanced", 24, 4, 0.95)]
+    assert len(index_grid.kinds(config)) == 15 + 3  # and only once: the candidate's target at each width of code
 
 
 # The ablations
@@ -231,6 +231,7 @@ class TestAblations:
 
 def row(index_, rank, bits, trial, checkpoint="a", **changes):
     place = dict(arm="nope", workload="1 needle", kind="single", index=index_, rank=rank, bits=bits, ratio=32)
+    place["target"] = 0.95 if index_ == "balanced" else 0.9
     counts = dict(hard=[4, 6], recalled=[3, 6], rows=[8, 8], steps=[4, 4])
     cost = dict(bytes_per_row=60.0, bytes_ratio=0.6, fetched_per_step=2.0, overflow=0.0)
     judged = dict(nll=0.1, nll_dense=0.0, intact=True, dropped=False, scored=5)
