@@ -9,9 +9,9 @@ beyond `reach`; both arms are compared, and every claim is judged, at the longes
 
 Published (arXiv 2609.03949, models not stated), worst layer: mean radius NoPE .672, RoPE .024; max radius NoPE at least
 .97, RoPE .014; at the median layer NoPE gains .055 only.
-The rules below were written before any run on the twins. Expected there, on two quiet cores in less than two minutes:
-disagreement. At 1024 tokens the worst layer finds .3 to .5 in both arms, the mean radius no less than the sound one,
-and the rotated twin finds most in its median layer.
+The rules below were written before any run on the twins, but for the one that says otherwise. Expected there, on two
+quiet cores in less than two minutes: disagreement. At 1024 tokens the worst layer finds .3 to .5 in both arms, the mean
+radius no less than the sound one, and the rotated twin finds most in its median layer.
 
 On the 48B model: --config.checkpoint=DIR --config.weights_dtype=bfloat16 --config.twin= --config.prefixes=4096
 """
@@ -59,8 +59,9 @@ def get_config() -> ConfigDict:
             "the median layer is no worse without rotation": dict(
                 paper="median gain +.055", quantity="median gain, arkvale", at_least=0.0
             ),
-            "the median layer gains little without rotation": dict(
-                paper="median gain +.055 only", quantity="median gain, arkvale", at_most=0.2
+            # Restated after the first runs: of a gain that is negative, "at most .2" says nothing.
+            "the median layer changes little with rotation": dict(
+                paper="median gain +.055 only", quantity="median change, arkvale", at_most=0.2
             ),
         }
     )

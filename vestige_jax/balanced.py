@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vestige_jax import linear
+
 Array = jax.Array
 
 _FLOAT_SLACK = 2e-6  # relative error of a float32 dot product of a row's length, twice, with room
@@ -45,7 +47,7 @@ def fit(queries: Array, mask: Array, covariance: Array, shrinkage: float) -> Pai
     """
     query = _root(_moment(queries, mask), shrinkage)
     row = _root(covariance, shrinkage)
-    left, values, right = jnp.linalg.svd(_matmul(query.root, row.root))
+    left, values, right = linear.svd(_matmul(query.root, row.root))
     spread = jnp.sqrt(values)[:, None, :]
     a = _matmul(query.inverse, left) * spread
     b = _matmul(row.inverse, jnp.swapaxes(right, 1, 2)) * spread
@@ -56,7 +58,7 @@ def fit(queries: Array, mask: Array, covariance: Array, shrinkage: float) -> Pai
 def _error(a: Array, b: Array) -> Array:
     """||A B^T - I||, and the rounding of the two mappings, which cancel each other's stretch but not its error."""
     identity = jnp.linalg.norm(_matmul(a, jnp.swapaxes(b, 1, 2)) - jnp.eye(a.shape[1]), axis=(1, 2))
-    stretch = jnp.linalg.norm(a, ord=2, axis=(1, 2)) * jnp.linalg.norm(b, ord=2, axis=(1, 2))
+    stretch = linear.svd(a)[1][:, 0] * linear.svd(b)[1][:, 0]  # their spectral norms
     return identity + _FLOAT_SLACK * stretch
 
 
@@ -78,7 +80,7 @@ def _root(moment: Array, shrinkage: float) -> _Roots:
     mean = jnp.trace(moment, axis1=1, axis2=2)[:, None, None] / width
     eye = jnp.eye(width, dtype=jnp.float32)
     shrunk = jnp.where(mean > 0, moment / jnp.where(mean > 0, mean, 1) + shrinkage * eye, eye)
-    values, vectors = jnp.linalg.eigh(shrunk)
+    values, vectors = linear.eigh(shrunk)
     scale = jnp.sqrt(jnp.maximum(values, shrinkage))[:, None, :]
     back = jnp.swapaxes(vectors, 1, 2)
     return _Roots(_matmul(vectors * scale, back), _matmul(vectors / scale, back))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import codes
-from vestige_jax import balanced, checks
+from vestige_jax import balanced, checks, linear
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -60,7 +60,7 @@ def _fit_basis(queries, rank, mask):
     keep = mask[:, None]
     count = jnp.maximum(mask.sum(), 1)
     centred = jnp.where(keep, queries - jnp.where(keep, queries, 0).sum(0) / count, 0)
-    values, vectors = jnp.linalg.eigh(_einsum("nr,ns->rs", centred, centred) / count)
+    values, vectors = linear.eigh(_einsum("nr,ns->rs", centred, centred) / count)
     values, vectors = values[::-1][:rank], vectors[:, ::-1][:, :rank]
     noise = 8 * jnp.finfo(jnp.float32).eps * jnp.max(values, initial=0.0)
     spanned = (values > noise) & (jnp.arange(rank) < mask.sum() - 1)  # n centred samples span n - 1 directions

@@ -205,7 +205,9 @@ def line(arm: str, layer: int | str, quantity: str, own: Estimate) -> dict[str, 
     return dict(zip(SUMMARY, (arm, layer, quantity, own.value, own.low, own.high, own.n), strict=True))
 
 
-def table(summary: Sequence[Mapping[str, Any]], paper: Callable[[str, Any], str | None]) -> str:
+def table(
+    summary: Sequence[Mapping[str, Any]], paper: Callable[[str, Any], str | None]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """A line for each quantity and layer, a column for each arm, and what was published for (quantity, layer)."""
     arms = list(dict.fromkeys(row["arm"] for row in summary))
     lines: dict[tuple, dict[str, Any]] = {}
@@ -215,7 +217,8 @@ def table(summary: Sequence[Mapping[str, Any]], paper: Callable[[str, Any], str 
             first = {"quantity": quantity, "layer": str(layer), "published": paper(quantity, layer)}
             line = lines.setdefault((quantity, layer), first)
             line[row["arm"]] = f"{row['value']:.3g} ({row['lo']:.3g} to {row['hi']:.3g})"
-    return tables.render(list(lines.values()), ["quantity", "layer", *arms, "published"])
+    columns = ["quantity", "layer", *arms, "published"]
+    return [dict.fromkeys(columns) | line for line in lines.values()], columns
 
 
 def finish(
@@ -225,9 +228,11 @@ def finish(
     paper: Callable[[str, Any], str | None],
     more: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """summary.csv with `more` rows at its end, claims.csv, and their tables on the screen."""
+    """summary.csv with `more` rows at its end, table.csv as it stands on the screen, and claims.csv."""
     summary = [*measured.summary(), *more]
     run.write_csv("summary.csv", summary, SUMMARY)
-    print(table(summary, paper))
-    print(f"\n{published.legend()}; 95% bootstrap over prompts\n")
+    lines, columns = table(summary, paper)
+    run.write_csv("table.csv", lines, columns)
+    print(tables.render(lines, columns))
+    run.explain(f"In brackets: 95% bootstrap over prompts. {published.legend()}.")
     print(claims.write(run, run.config.claims, estimates))

@@ -167,6 +167,12 @@ class Run:
             for row in rows:
                 writer.writerow([f"{row[c]:.6g}" if isinstance(row[c], float) else row[c] for c in columns])
 
+    def explain(self, text: str) -> None:
+        """How to read the table: printed under it, and kept in notes.txt for the report."""
+        print(f"\n{text}\n")
+        with atomic(self.path("notes.txt")) as temporary:
+            temporary.write_text(text.strip() + "\n", encoding="utf-8")
+
     def _open(self, facts: dict[str, Any]) -> None:
         path = self.path("meta.json")
         if self.path("trials.jsonl").exists() and not path.exists():

@@ -1,5 +1,6 @@
 """Summary, claims, table and figure of the page digests."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
         x_label=f"recall@{config.top}: worst layer with 95% interval, median layer hollow, grey: chance",
     )
     print(tables.render([_line(cell) for cell in summary], list(_line(summary[0]))))
-    print(f"\n{published.legend()}\n\n{CAUTION.format(gain=published.beside('page recall@8, median gain'))}\n")
+    run.explain(f"{published.legend()}\n\n{CAUTION.format(gain=published.beside('page recall@8, median gain'))}")
     known = quantities(recalls, common(recalls))
     measured = {claim.quantity: known[claim.quantity]() for claim in config.claims.values()}
     print(claims.write(run, config.claims, measured))
@@ -106,7 +107,9 @@ def quantities(recalls: Table, prefix: int) -> dict[str, Callable[[], Estimate]]
         for arm, cell in cells.items():
             found[f"worst layer, {digest}, {arm}"] = functools.partial(estimate, worst, cell)
             found[f"median layer, {digest}, {arm}"] = functools.partial(estimate, median, cell)
-        found[f"median gain, {digest}"] = functools.partial(estimate, median, cells["nope"], cells["rope"])
+        both = cells["nope"], cells["rope"]
+        found[f"median gain, {digest}"] = functools.partial(estimate, median, *both)
+        found[f"median change, {digest}"] = functools.partial(size, functools.partial(estimate, median, *both))
     for arm in ARMS:
         for volume in ("arkvale", "arkvale_cuboid"):
             both = [recalls.get((prefix, arm, name)) for name in (volume, f"{volume}_mean")]
@@ -124,6 +127,16 @@ def estimate(statistic: Callable, *cells: np.ndarray | None) -> Estimate:
         return statistic(drawn) if len(cells) == 1 else statistic(drawn[:, :edge]) - statistic(drawn[:, edge:])
 
     return bootstrapped(np.concatenate(cells, axis=1), of)
+
+
+def size(gain: Callable[[], Estimate]) -> Estimate:
+    """How large a difference is, whichever sign it has: its interval is that of |gain|, and may end at 0."""
+    own = gain()
+    if own.unusable:
+        return own
+    ends = abs(own.low), abs(own.high)
+    low = 0.0 if own.low <= 0 <= own.high else min(ends)
+    return dataclasses.replace(own, value=abs(own.value), low=low, high=max(ends))
 
 
 def _line(cell: Mapping[str, Any]) -> dict[str, Any]:

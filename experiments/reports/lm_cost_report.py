@@ -37,7 +37,7 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
     title = f"Cost on plain text behind {config.prefix} compressed tokens, {name}"
     plots.intervals(run.path("lm_cost.png"), list(series(summary)), title, "compression", "nats per token over dense")
     print(tables.render([_line(cell) for cell in summary], [*_line(summary[0])]))
-    print(f"\n{published.legend()}\n\n{CAUTION}\n")
+    run.explain(f"{published.legend()}\n\n{CAUTION}")
     print(claims.write(run, config.claims, measured(cells)))
 
 

@@ -13,7 +13,7 @@ from experiments.harness.stats import wilson
 
 MEANS = ("attended", "fetched_per_step", "fire_rate", "overflow")
 CELL = ("trials", "dropped", "intact", "lo", "hi", "exact", *MEANS)
-COLUMNS = ("method", "ratio", "prefix", *CELL)
+COLUMNS = ("method", "ratio", "prefix", *CELL, "published")
 GRID_COLUMNS = ("method", "ratio", "prefix", "depth", *CELL)
 ORDER = ("ratio", "method", "prefix", "depth")
 MOST_DROPPED = 2 / 24
@@ -28,7 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 def write(run: Run, config: ml_collections.ConfigDict) -> None:
     """summary.csv and needle.png, the grid where there is one, and the table on the screen."""
     rows = list(run.rows)
-    summary = summarise(rows, COLUMNS[:3])
+    summary = [cell | {"published": _published(cell)} for cell in summarise(rows, COLUMNS[:3])]
     run.write_csv("summary.csv", summary, COLUMNS)
     bars = [cell for cell in summary if cell["method"] != "dense" and cell["prefix"] == max(config.prefixes)]
     if bars:
@@ -36,7 +36,9 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
         plots.intact_bars(run.path("needle.png"), bars, _title(config, trials), highlight=("vestige",))
     if len(config.depths) > 2 or len(config.prefixes) > 1:
         grid(run, rows, config)
-    print(table(summary))
+    cells, notes = table(summary)
+    print(cells)
+    run.explain(notes)
 
 
 def summarise(rows: Rows, by: Sequence[str]) -> list[dict[str, Any]]:
@@ -68,16 +70,17 @@ def summarise_cell(rows: Rows) -> dict[str, Any]:
     return cell | {name: _mean(row[name] for row in rows) for name in MEANS}
 
 
-def table(summary: Rows) -> str:
-    """The cells beside what was published for the same ones, and how to read them."""
+def table(summary: Rows) -> tuple[str, str]:
+    """The cells beside what was published for the same ones; and how to read them."""
     lines = [_line(cell) for cell in summary]
     columns = ["method", "ratio", "prefix", "intact", "95%", "exact", "attended", "fetched", "fires", "overflow"]
-    parts = [tables.render(lines, [*columns, "dropped", "published intact"])]
+    parts = []
     if any(line["published intact"] for line in lines):
         parts.append(published.legend())
     if any(cell["intact"] is None for cell in summary):
         parts.append("unusable: dense attention fails on more than 2 of 24 trials; the cell says nothing of the method")
-    return "\n\n".join([*parts, CAUTION])
+    cells = tables.render(lines, [*columns, "dropped", "published intact"])
+    return cells, "\n\n".join([*parts, CAUTION])
 
 
 def grid(run: Run, rows: Rows, config: ml_collections.ConfigDict) -> None:
@@ -118,8 +121,12 @@ def _line(cell: Mapping[str, Any]) -> dict[str, Any]:
         "fires": cell["fire_rate"],
         "overflow": cell["overflow"],
         "dropped": cell["dropped"],
-        "published intact": published.beside("intact", **place),
+        "published intact": _published(cell),
     }
+
+
+def _published(cell: Mapping[str, Any]) -> str | None:
+    return published.beside("intact", **{field: cell[field] for field in COLUMNS[:3]})
 
 
 def _mean(values: Iterable[float]) -> float:

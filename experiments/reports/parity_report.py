@@ -54,7 +54,7 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
     _draw_gaps(run.path("parity.png"), lines, f"The deployed path against dense attention, {model}")
     _draw_needles(run.path("parity-needles.png"), lines, f"Needle in {config.needle_prefix} tokens, {model}")
     print(tables.render([_shown(row) for row in summary], COLUMNS))
-    print(f"\n{published.legend()}\n\n{NOTES}\n")
+    run.explain(f"{published.legend()}\n\n{NOTES}")
     print(claims.write(run, config.claims, measured(lines, parts, config.clusters)))
 
 

@@ -57,7 +57,8 @@ def write(run: Run, config: ml_collections.ConfigDict, answered: Sequence, *, ta
     summary = [_row(cell) for cell in (*needle_cells, *text_cells)]
     run.write_csv("summary.csv", summary, COLUMNS)
     _draw(run, config, needle_cells)
-    print(_tables(needle_cells, text_cells, config, tau))
+    print(_tables(needle_cells, text_cells))
+    run.explain("\n\n".join([LEGEND.format(published=published.legend(), tau=tau), needle_report.CAUTION]))
     for kind in ("single", "many", "pairs"):
         if kind not in kinds.values():
             print(f"{kind}: dense attention answers none of the sizes that were tried")
@@ -197,15 +198,14 @@ def _draw(run: Run, config: ml_collections.ConfigDict, cells: Rows) -> None:
         plots.intact_bars(run.path("recall-starved.png"), labelled, f"With next to no fetches, {name}", highlight=ours)
 
 
-def _tables(needle_cells: Rows, text_cells: Rows, config: ml_collections.ConfigDict, tau: float) -> str:
+def _tables(needle_cells: Rows, text_cells: Rows) -> str:
     columns = ["table", "workload", "prefix", "variant", "method", "ratio", "intact", "95%", "exact", "attended"]
     columns += ["fetched", "fires", "overflow", "dropped", "published"]
     parts = [tables.render([_line(cell) for cell in needle_cells], columns), "Held-out queries:"]
     shares = ["workload", "variant", "method", "trials", "coverage", "95%", "hard_recall", "hard_share"]
     shares += ["fetched", "fires", "queries_fired", "gate_open", "gate_open_hard", "recall_at", "published"]
     parts.append(tables.render([_heard_line(cell) for cell in text_cells], shares))
-    legend = LEGEND.format(published=published.legend(), tau=tau)
-    return "\n\n".join([*parts, legend, needle_report.CAUTION])
+    return "\n\n".join(parts)
 
 
 def _ranks(rank: int) -> str | None:

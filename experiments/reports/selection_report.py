@@ -63,9 +63,8 @@ def write(run: Run, config: ml_collections.ConfigDict, twins: Sequence[Twin], re
     summary = [*summarise(measured), *_absent(measured, reach)]
     run.write_csv("summary.csv", summary, COLUMNS)
     _draw(run, config, summary, reach)
-    print(_tables(summary, reach, config))
-    for twin in measured.missing.values():
-        print(f"missing: {twin.name} ({twin.arm}, training seed {twin.seed}); train it: {twin.training}")
+    print(_tables(summary, reach))
+    run.explain("\n\n".join(notes(measured, reach)))
     print(f"\n{claims.write(run, config.claims, estimates(measured, config))}")
 
 
@@ -191,7 +190,16 @@ def _draw(run: Run, config: ml_collections.ConfigDict, summary: Rows, reach: Rea
         plots.intact_bars(run.path("selection-arms.png"), named, title, highlight=ours)
 
 
-def _tables(summary: Rows, reach: Reach, config: ml_collections.ConfigDict) -> str:
+def notes(measured: Measured, reach: Reach) -> Iterator[str]:
+    """How to read the tables, and which checkpoints are not in them."""
+    yield LEGEND.format(published=published.legend())
+    yield f"Arms were compared at {reach.limit} tokens, the longest prefix that all of them answer."
+    yield needle_report.CAUTION
+    for twin in measured.missing.values():
+        yield f"missing: {twin.name} ({twin.arm}, training seed {twin.seed}); train it: {twin.training}"
+
+
+def _tables(summary: Rows, reach: Reach) -> str:
     methods = [_line(cell) for cell in summary if cell["table"] == "methods"]
     arms = [_line(cell) for cell in summary if cell["table"] == "arms" and cell["method"]]
     dense = [_line(cell) for cell in summary if cell["table"] == "reach"]
@@ -201,7 +209,7 @@ def _tables(summary: Rows, reach: Reach, config: ml_collections.ConfigDict) -> s
     if arms:
         parts.append(f"Arms at {reach.limit} tokens, the longest prefix that all of them answer:")
         parts.append(tables.render(arms, ["arm", "checkpoint", *columns]))
-    return "\n\n".join([*parts, LEGEND.format(published=published.legend()), needle_report.CAUTION])
+    return "\n\n".join(parts)
 
 
 def _line(cell: Mapping[str, Any]) -> dict[str, Any]:

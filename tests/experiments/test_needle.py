@@ -329,7 +329,7 @@ def test_a_cell_that_drops_more_than_two_in_24_is_unusable():
     assert cell["intact"] is cell["lo"] is cell["hi"] is cell["exact"] is None
     assert cell["attended"] == 0.5
     place = {"method": "sigma", "ratio": 32, "prefix": 4096}
-    assert "unusable" in needle_report.table([place | cell])
+    assert "unusable" in "".join(needle_report.table([place | cell]))
 
 
 def test_cells_stand_ratio_by_ratio_whatever_the_order_of_rows():
@@ -342,10 +342,10 @@ def test_cells_stand_ratio_by_ratio_whatever_the_order_of_rows():
 
 
 def test_the_table_names_the_model_of_a_published_figure_and_warns():
-    text = needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 4096} | cell_of(dropped=0)])
+    text = "".join(needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 4096} | cell_of(dropped=0)]))
     assert "0.88 (Base s11)" in text and "Kimi-Linear-48B-A3B-Base" in text
     assert "random tier 1" in text and "dense attention in disguise" in text
-    other = needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 512} | cell_of(dropped=0)])
+    other = "".join(needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 512} | cell_of(dropped=0)]))
     assert "Kimi" not in other
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import vestige_jax as vk
+from vestige_jax import linear
 from vestige_jax.baselines.observed import Observed, Selector
 
 
@@ -33,5 +34,5 @@ def _centred(observed: Observed, width: int):
     branch = jnp.where(live, observed.branch.astype(jnp.float32), 0.0)
     away = jnp.where(live, branch - branch.sum(1, keepdims=True) / number, 0.0)
     scatter = jnp.einsum("bsp,bsq->bpq", away, away, precision=lax.Precision.HIGHEST)
-    _, vectors = jnp.linalg.eigh(scatter / number)  # ascending
+    _, vectors = linear.eigh(scatter / number)  # ascending
     return away, vectors[..., ::-1][..., :width]

@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose
 from configs import branch as branch_config
 from experiments.anatomy import arms
 from experiments.anatomy.arms import Measured
+from experiments.harness import tables
 
 
 def rows(**cells):
@@ -57,7 +58,7 @@ def test_the_summary_has_every_layer_and_their_mean():
         *(("nope", 1, 2.0), ("nope", 3, 3.0), ("nope", "mean", 2.5)),
         *(("rope", 1, 0.0), ("rope", 3, 1.0), ("rope", "mean", 0.5)),
     ]
-    text = arms.table(summary, lambda quantity, layer: "0.68 (Base)" if layer == "mean" else None)
+    text = tables.render(*arms.table(summary, lambda quantity, layer: "0.68 (Base)" if layer == "mean" else None))
     lines = [line.split("  ") for line in text.splitlines()]
     assert len(lines) == 2 + 3 and "2.5 (1.5 to 3.5)" in text and text.count("0.68 (Base)") == 1
 
