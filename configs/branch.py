@@ -44,10 +44,10 @@ def get_config() -> ConfigDict:
             "the branch makes most of the score variance": dict(
                 paper="share of score variance .68 (Base)", quantity="score variance by branch, nope", at_least=0.5
             ),
-            "retention is the same with rotation": dict(
+            "rotation takes no retention away": dict(
                 paper="top-1 retention by the branch .99 in a RoPE model as well",
-                quantity="top-1 by branch, rope",
-                at_least=0.9,
+                quantity="top-1 by branch, nope - rope",
+                at_most=0.1,
             ),
             "branch weights are no shorter than content weights": dict(
                 paper="norm ratio .908 to 3.482 by layer (Base)", quantity="weight norm ratio, smallest", at_least=0.9
