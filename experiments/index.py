@@ -98,7 +98,7 @@ class Lab:
             place={"checkpoint": twin.name, "workload": name},
             cells=self.cells,
             batches=batches,
-            kinds=self.kinds,
+            kinds=self.kinds if twin.seed in config.grid_seeds else self.kinds[:2],  # the claims' two
             ratios=config.ratios,
             layout={field: config[field] for field in LAYOUT} | {"allow_rope": twin.arm == "rope"},
             seed=config.seed,
