@@ -51,6 +51,25 @@ class GpuBlocks:
     register_operands: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class XlaBlocks:
+    """How much plain XLA holds of a buffer at once.
+
+    rows        slots of a chunk, on any device but a CPU and for many queries.
+    few         queries of a decode step, at most. On a CPU their chunks are cut to its caches:
+    numbers     numbers of a chunk as float32, over all its columns: the caches of two cores hold them.
+    least       slots of a chunk of what is left over, less than a chunk.
+    """
+
+    rows: int = 1024
+    few: int = 128
+    numbers: int = 640 << 10
+    least: int = 128
+
+
+XLA = XlaBlocks()
+
+
 # Devices whose two cores share one program, and those with less on-chip memory a core (v4, v5p: 16 to 64 MiB VMEM).
 _TPU = {
     "TPU v4": TpuBlocks(attend_rows=512, splits=2, scan_rows=2048),
@@ -83,3 +102,21 @@ def tpu_blocks(kind: str, *, row_bytes: int) -> TpuBlocks:
     blocks = _TPU.get(kind, TpuBlocks())
     fit = max(128, (4 << 20) // row_bytes // 128 * 128)
     return dataclasses.replace(blocks, attend_rows=min(blocks.attend_rows, fit))
+
+
+def xla_chunks(batch: int, slots: int, numbers: int, queries: int) -> tuple[int, tuple[int, ...]]:
+    """Of how many sequences at once, and of how many slots, first and then of what is left over, chunks are.
+
+    A slot holds `numbers`; `queries` are asked of it at once.
+    """
+    if device().platform != "cpu" or queries > XLA.few:
+        return batch, (min(XLA.rows, slots),)
+    least, most = min(XLA.least, slots), _power_of_two(XLA.numbers // max(numbers, 1))
+    group = batch if batch * min(slots, XLA.least) <= most else 1
+    size = min(_power_of_two(max(most // group, 1)), _power_of_two(slots - 1))
+    return group, (size, least) if size > least else (least,)
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two that is at most n."""
+    return 1 << max(n, 1).bit_length() - 1

@@ -23,7 +23,7 @@ from tests.caches import (
 )
 
 # A cache large enough that a copy of it can't hide among the work arrays of a step.
-LARGE = vj.CacheSpec(32, 16, 4, 0.2, 16384, block=256, rank=8, fetch=64, dtype=jnp.float32)
+LARGE = vj.CacheSpec(32, 16, 4, 0.2, 65536, block=256, rank=8, fetch=64, dtype=jnp.float32)
 ALL = np.ones(BATCH, bool)
 
 

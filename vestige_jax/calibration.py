@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import codes
-from kernels_pallas.reference import CHUNK
+from kernels_pallas.blocks import XLA
 from kernels_pallas.words import select, set_row, take_rows, to_floats
 from vestige_jax import checks
 from vestige_jax import index as indexing
@@ -181,7 +181,7 @@ def observe(spec: CacheSpec, cache: Cache, query: Array, position: Array) -> Sam
 def _fold_chunks(fold, state, words, kept, count, offset):
     """Fold over chunks of words [B, S, C]; `count` of them exist, the first at position offset [B]."""
     slots = words.shape[1]
-    size = min(CHUNK, slots)
+    size = min(XLA.rows, slots)
     if slots == 0:
         return state
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from kernels_pallas import reference
+from kernels_pallas import blocks, reference
 from kernels_pallas.words import to_words, widened
 from tests import oracle_attention as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LATENT, BRANCH, WIDTH = 5, 2, 7
-SIZES = [1, 3, 2 * reference.FEW + 37]  # the last needs three passes, the third overlapping the second
+SIZES = [1, 3, 2 * blocks.XLA.least + 37]  # the last needs three passes, the third overlapping the second
 
 attend = jax.jit(kernels_pallas.attend, static_argnames=("latent_dim", "scale"))
 scan = jax.jit(lambda *args, **kwargs: kernels_pallas.scan(*args, **kwargs).margin)
@@ -51,7 +51,7 @@ def test_a_margin_worked_out_by_hand():
 @pytest.mark.parametrize("slots", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attend_is_brute_force_over_the_first_rows_of_a_buffer(slots, dtype):
-    lengths = np.minimum([0, 1, slots - 1, slots, reference.FEW, reference.FEW + 1], slots)
+    lengths = np.minimum([0, 1, slots - 1, slots, blocks.XLA.least, blocks.XLA.least + 1], slots)
     query, rows = draw(1, 6, 2, WIDTH), draw(2, 6, slots, WIDTH)
     part = attend(query, to_words(jnp.asarray(rows, dtype)), jnp.asarray(lengths), latent_dim=LATENT, scale=0.7)
     for b, n in enumerate(lengths):
@@ -138,8 +138,8 @@ def test_an_implementation_that_cannot_run_here_is_refused():
 
 
 def test_many_queries_that_read_longer_chunks_see_the_same_rows():
-    rows, query = draw(40, 1, reference.CHUNK + 37, WIDTH), draw(41, 1, reference.FEW + 2, WIDTH)
-    length = jnp.asarray([reference.CHUNK + 20])
+    rows, query = draw(40, 1, blocks.XLA.rows + 37, WIDTH), draw(41, 1, blocks.XLA.few + 2, WIDTH)
+    length = jnp.asarray([blocks.XLA.rows + 20])
     together = attend(query, rows, length, latent_dim=LATENT, scale=0.3)
     for part in (slice(2), slice(2, None)):
         few = attend(query[:, part], rows, length, latent_dim=LATENT, scale=0.3)
