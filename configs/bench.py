@@ -12,6 +12,10 @@ precision and upcast to float32, in short and in long chunks. An attention of tw
 not be slower than 1.2 times that, or the ratio is with a straw man. On a CPU attention is bound by arithmetic: read the
 operations per second there, and the compile report for bytes.
 
+Beside the paper's index (a sketch of `rank` numbers of 16 bits, and the branch) stand balanced ones of 8 and 4 bits and
+of as many dimensions in all (VestigeKV §8), fitted to the same queries and rows. As many rows fire under each, although
+a balanced index needs fewer: what differs is the scan.
+
 `lengths` are closed rows; the tail holds `tail` more, half a block, its mean while decoding. Empty lists choose by
 device: 4k to 128k and batch 1, 4 on a CPU, 8k to 512k and batch 1, 4, 16 on a GPU or TPU. What would not fit in
 `memory` of the device is left out, and said.
@@ -31,6 +35,8 @@ def get_config() -> ConfigDict:
     config.branch_dim = 64
     config.heads = 32
     config.rank = 64
+    config.balanced_rank = 0  # of the balanced indexes that are timed beside the paper's; 0: rank + branch_dim
+    config.balanced_bits = (8, 4)
     config.fetch = 4096
     config.block = 4096
     config.implementation = ""  # xla, mosaic_tpu or mosaic_gpu; empty: the best for the device
@@ -38,7 +44,7 @@ def get_config() -> ConfigDict:
     config.dtypes = ("float32", "bfloat16")
     config.lengths = ()
     config.batches = ()
-    config.stage_batches = (1,)  # at which stages, blocks and prefill are timed too
+    config.stage_batches = (1,)  # at which stages, blocks, prefill and other indexes are timed too
     config.tail = 2048
     config.fired = 0.005
     config.memory = 0.5  # share of the device's memory that a cache and its plain copy may take
@@ -60,4 +66,5 @@ def get_config() -> ConfigDict:
     config.ahead = 3.0  # dense / policy, at least
     config.ahead_at = 0  # rows; 0: 32768 on a CPU, 131072 on a GPU or TPU
     config.straw = 1.2  # dense / einsum, at most
+    config.balanced_8 = 1.0  # step with a balanced index of 8 bits / with the paper's, at most
     return config

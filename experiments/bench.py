@@ -3,6 +3,7 @@
 Writes trials.jsonl (a row per program), summary.csv, programs.csv, claims.csv, meta.json and bench.png.
 """
 
+import collections
 import itertools
 import pathlib
 import time
@@ -59,7 +60,8 @@ class Bench:
                 self.identity.device = device_name()
                 folder = config.checkpoint and checkpoints.checkpoint_folder(config.checkpoint)
                 self.identity.weights = checkpoints.fingerprint(folder) if folder else ""
-        self._scene: tuple[tuple, Scene] | None = None
+        self.kinds = {f"balanced {bits}": bits for bits in config.balanced_bits}
+        self._scene: tuple[tuple, dict[str, Scene]] | None = None
 
     def opening(self) -> str:
         left = [f"{dtype} batch {batch} at {length}" for dtype, batch, length in self.left_out]
@@ -69,9 +71,13 @@ class Bench:
         """The key of every row."""
         yield from (("machine", name, "-", 0, 0) for name in NAMES["machine"])
         for dtype, batch, length in self.places:
-            for group in ("step", *(("stage", "block", "prefill") if batch in self.config.stage_batches else ())):
-                names = bench_programs.names(dtype) if group == "step" else NAMES[group]
-                yield from ((group, name, dtype, batch, length) for name in names)
+            closely = batch in self.config.stage_batches
+            names = NAMES | {"step": bench_programs.names(dtype)}
+            if closely:
+                names["step"] += tuple(self.kinds)
+                names["stage"] += tuple(f"scan {kind}" for kind in self.kinds)
+            for group in ("step", "stage", "block", "prefill") if closely else ("step",):
+                yield from ((group, name, dtype, batch, length) for name in names[group])
         if self.config.checkpoint:
             yield from (
                 ("model", *key)
@@ -81,7 +87,7 @@ class Bench:
     def measure(self, key: tuple) -> Iterator[dict[str, Any]]:
         """The rows of all programs that are timed together with this one."""
         group, _, *place = key
-        seen: list = []
+        seen: dict[str, list] = collections.defaultdict(list)
         programs = self._programs(group, tuple(place), seen)
         times = alternate(programs, rounds=self.config.rounds, seconds=self.config.seconds)
         for program in programs:
@@ -90,32 +96,43 @@ class Bench:
             row |= {"samples": len(samples), "bytes": program.bytes, "flops": program.flops}
             for name, other in yardsticks(times).items():
                 row |= ratio(samples / times[other], f"over_{name}")
-            if program.name == "policy":
-                row |= traffic(seen)
-            if group == "step" and program.name == "policy":
-                row |= bench_account.policy(self._scene[1], row["fetched"])
+            if program.name in seen:
+                row |= traffic(seen[program.name])
+            if group == "step" and program.name in seen:
+                row |= bench_account.policy(self._scene[1][program.name], row["fetched"])
             yield row
 
-    def _programs(self, group: str, place: tuple, seen: list) -> list[Program]:
+    def _programs(self, group: str, place: tuple, seen: dict[str, list]) -> list[Program]:
         if group == "machine":
             return machine(self.config.copy_mebibytes, self.config.matmul_side)
         if group == "model":
-            return bench_model.programs(self.config, place[2], seen)
-        scene = self._build(place)
+            return bench_model.programs(self.config, place[2], seen["policy"])
+        scenes, inner = self._build(place), self.config.inner
+        scene, others = scenes["policy"], {kind: scenes[kind] for kind in self.kinds if kind in scenes}
         if group == "step":
-            return bench_programs.steps(scene, self.config.inner, seen)
+            steps = bench_programs.steps(scene, inner, seen["policy"])
+            return steps + [bench_programs.policy(kind, o, inner, seen[kind]) for kind, o in others.items()]
         if group == "stage":
-            return bench_stages.stages(scene, self.config.inner)
+            stages = bench_stages.stages(scene, inner)
+            return stages + [bench_stages.scan(f"scan {kind}", other, inner) for kind, other in others.items()]
         return {"block": bench_stages.blocks, "prefill": bench_stages.prefill}[group](scene)
 
-    def _build(self, place: tuple) -> Scene:
-        """The scene of a place; one at a time."""
+    def _build(self, place: tuple) -> dict[str, Scene]:
+        """The scenes of a place by the name of their step: "policy", of the paper's index, and others."""
         if self._scene is None or self._scene[0] != place:
             self._scene = None
             config, (_, batch, length) = self.config, place
+            scene = bench_scene.build(self.specs[place], batch, length, config.tail, config.fired, config.seed)
+            kinds = self.kinds if batch in config.stage_batches else {}
             self._scene = (
                 place,
-                bench_scene.build(self.specs[place], batch, length, config.tail, config.fired, config.seed),
+                {"policy": scene}
+                | {
+                    kind: bench_scene.reindexed(
+                        scene, config.fired, index="balanced", rank=config.balanced_rank, index_bits=bits
+                    )
+                    for kind, bits in kinds.items()
+                },
             )
         return self._scene[1]
 
@@ -156,9 +173,9 @@ def traffic(seen: list) -> dict[str, Any]:
 
 
 def yardsticks(times: dict[str, np.ndarray]) -> dict[str, str]:
-    """What the programs of a group are divided by, round by round: the policy, and the faster einsum."""
+    """What the programs of a group are divided by, round by round: each policy, and the faster einsum."""
     einsums = [name for name in bench_programs.EINSUM if name in times]
-    found = {"policy": "policy"} if "policy" in times else {}
+    found = {name.replace(" ", "_"): name for name in times if name == "policy" or name.startswith("balanced")}
     return found | ({"einsum": min(einsums, key=lambda name: np.median(times[name]))} if einsums else {})
 
 
@@ -176,11 +193,12 @@ def resolved(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.batches = config.batches or ((1, 4) if cpu else (1, 4, 16))
     config.inner = config.inner or (1 if cpu else 32)
     config.ahead_at = config.ahead_at or (32768 if cpu else 131072)
+    config.balanced_rank = config.balanced_rank or config.rank + config.branch_dim
     return config
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
-    for name in ("lengths", "batches", "dtypes"):
+    for name in ("lengths", "batches", "dtypes", "balanced_bits"):
         if len(set(config[name])) != len(config[name]) or not all(config[name]):
             raise ValueError(f"{name}={config[name]} must be different values, none of them zero")
     wrong = [n for n in config.lengths if n < 1 or n % config.block]

@@ -22,9 +22,11 @@ def dense(scene: Scene) -> dict[str, int]:
 
 def scan(scene: Scene) -> dict[str, int]:
     """The index of every closed row, read; its margin and the counts of fired rows, written."""
-    spec = scene.spec
-    index = spec.branch_dim * spec.dtype.itemsize + spec.rank * spec.index_dtype.itemsize + 4 * spec.certificate_terms
-    products = 2 * spec.num_heads * (spec.branch_dim + spec.rank + spec.certificate_terms)
+    spec, (numbers, kind) = scene.spec, scene.spec.code_layout
+    branch = spec.branch_dim if spec.index == "sketch" else 0
+    in_place = branch - spec.copied_branch  # what a code does not hold is read in the row
+    index = in_place * spec.dtype.itemsize + numbers * kind.itemsize + 4 * spec.certificate_terms
+    products = 2 * spec.num_heads * (branch + spec.rank + spec.certificate_terms)
     member, margin = 1, 4 + 4 / 128
     rows = scene.batch * scene.closed
     return {"bytes": int(rows * (index + member + margin)), "flops": rows * products}

@@ -40,7 +40,7 @@ def steps(scene: Scene, inner: int, seen: list) -> list[Program]:
     spec, ring = scene.spec, {"query": scene.queries, "row": scene.new}
     size = {"inner": inner, **account.dense(scene)}
     programs = [
-        updating("policy", scene, ring, functools.partial(policy_step, spec, scene.tail), seen, inner=inner),
+        policy("policy", scene, inner, seen),
         updating("dense cache", scene, ring, functools.partial(_dense_step, spec, scene.tail), **size),
     ]
     dtypes = {"native": spec.dtype} | ({} if spec.dtype == jnp.float32 else {"float32": jnp.float32})
@@ -50,6 +50,12 @@ def steps(scene: Scene, inner: int, seen: list) -> list[Program]:
             function = functools.partial(function, spec, dtype)
             programs.append(reading(form, lambda: scene.words, ring, function, **size))
     return programs
+
+
+def policy(name: str, scene: Scene, inner: int, seen: list) -> Program:
+    """The policy's decode step. `seen` receives its Stats, in order."""
+    ring = {"query": scene.queries, "row": scene.new}
+    return updating(name, scene, ring, functools.partial(policy_step, scene.spec, scene.tail), seen, inner=inner)
 
 
 def updating(name, scene: Scene, ring: Item, function: Callable, seen: list | None = None, *, inner=1, **counts):

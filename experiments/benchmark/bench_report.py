@@ -24,6 +24,7 @@ COLUMNS = (
     "policy_mb dense_mb policy_gbps policy_copy_share dense_gbps dense_copy_share policy_gflops dense_gflops "
     "dense_matmul_share"
 ).split()
+INDEX = "ms ratio mb scan_ms".split()  # columns of each kind of index, after its name
 PROGRAMS = (
     "group program dtype batch length ms ms_lo ms_hi samples step_share us_per_token mb gbps copy_share gflops fired "
     "fired_least fired_most fetched overflowed"
@@ -41,7 +42,8 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
     """summary.csv, programs.csv, claims.csv, bench.png, and what they say on the screen."""
     rows = list(run.rows)
     summary, programs = list(summarise(rows)), list(details(rows, config.block))
-    run.write_csv("summary.csv", ({"device": config.device, **row} for row in summary), ("device", *COLUMNS))
+    columns = ("device", *COLUMNS, *index_columns(summary))
+    run.write_csv("summary.csv", ({"device": config.device, **row} for row in summary), columns)
     run.write_csv("programs.csv", programs, PROGRAMS)
     plot(run.path("bench.png"), summary, config)
     print("\n".join(screen(summary, programs, config)))
@@ -66,6 +68,10 @@ def screen(summary: Sequence[Row], programs: Sequence[Row], config: ml_collectio
     yield f"length: closed rows, and {config.tail} more in the tail. Synthetic rows, seed {config.seed}.\n"
     yield tables.render(summary, COLUMNS) + "\n"
     yield from crossovers(summary)
+    chosen = [row for row in summary if "policy_scan_ms" in row]
+    if index_columns(chosen):
+        yield f"\nUnder other indexes, of {config.balanced_rank} dimensions of 8 or 4 bits; as many rows fire\n"
+        yield tables.render(chosen, ["dtype", "length", "dense_ms", "policy_ms", *index_columns(chosen)])
     for group, title in TITLES.items():
         chosen = [row for row in programs if row["group"] == group]
         if chosen:
@@ -86,7 +92,34 @@ def summarise(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             gbps, gflops = rate(side, "bytes"), rate(side, "flops")
             row |= {f"{name}_ms": side["ms"], f"{name}_mb": side["bytes"] / 1e6, f"{name}_gbps": gbps}
             row |= {f"{name}_copy_share": gbps / copy, f"{name}_gflops": gflops}
+        row |= indexes(forms, place, dense, rows)
         yield row | {"dense_matmul_share": row["dense_gflops"] / matmul}
+
+
+def indexes(forms: Mapping[str, Row], place: tuple, dense: Row, rows: Sequence[Row]) -> dict[str, float]:
+    """The scan of the paper's index; time, dense / time, megabytes and scan of every other one timed at a place."""
+    scans = {
+        row["program"]: row["ms"]
+        for row in rows
+        if row["group"] == "stage" and (row["dtype"], row["batch"], row["length"]) == place
+    }
+    found = {"policy_scan_ms": scans["scan"]} if "scan" in scans else {}
+    for name in balanced(forms):
+        row, key = forms[name], name.replace(" ", "_")
+        values = row["ms"], dense[f"over_{key}"], row["bytes"] / 1e6, scans.get(f"scan {name}")
+        found |= {f"{key}_{column}": value for column, value in zip(INDEX, values, strict=True)}
+    return found
+
+
+def balanced(forms: Mapping[str, Row]) -> list[str]:
+    """The steps under a balanced index, most bits first."""
+    return sorted((name for name in forms if name.startswith("balanced")), key=lambda name: -int(name.split()[1]))
+
+
+def index_columns(summary: Sequence[Row]) -> list[str]:
+    """Columns that only some places have: those of other indexes, and the paper's scan beside them."""
+    found = dict.fromkeys(key for row in summary for key in row if key.startswith("balanced"))
+    return ["policy_scan_ms", *found] if found else []
 
 
 def places(rows: Sequence[Row]) -> dict[tuple, dict[str, Row]]:
@@ -110,7 +143,7 @@ def rate(row: Row, what: str) -> float:
 def details(rows: Sequence[Row], block: int) -> Iterator[dict[str, Any]]:
     """Every program with its rates; the stages with their share of the step."""
     copy = next(rate(row, "bytes") for row in rows if row["program"] == "copy")
-    step = {place: forms["policy"]["ms"] for place, forms in places(rows).items()}
+    step = places(rows)
     for row in rows:
         more = dict.fromkeys(PROGRAMS) | dict(row)
         if row["bytes"]:
@@ -118,7 +151,9 @@ def details(rows: Sequence[Row], block: int) -> Iterator[dict[str, Any]]:
         if row["flops"]:
             more["gflops"] = rate(row, "flops")
         if row["group"] == "stage" and (row["dtype"], row["batch"], row["length"]) in step:
-            more["step_share"] = row["ms"] / step[row["dtype"], row["batch"], row["length"]]
+            own = row["program"].removeprefix("scan ")  # the scan of another index is a share of its step
+            forms = step[row["dtype"], row["batch"], row["length"]]
+            more["step_share"] = row["ms"] / forms.get(own, forms["policy"])["ms"]
         if row["group"] in ("block", "prefill"):
             more["us_per_token"] = 1e3 * row["ms"] / block / row["batch"]
         yield more
@@ -162,17 +197,24 @@ def rules(summary: Sequence[Row], config: ml_collections.ConfigDict) -> ml_colle
             found[f"dense is no straw man, {at}"] = dict(
                 paper="-", quantity=f"dense / einsum, {at}", at_most=config.straw
             )
+            if "balanced_8_ms" in row:
+                found[f"balanced index of 8 bits, {at}"] = dict(
+                    paper="-", quantity=f"balanced 8 / policy, {at}", at_most=config.balanced_8
+                )
     return ml_collections.ConfigDict(found)
 
 
 def measured(rows: Sequence[Row]) -> dict[str, Estimate]:
-    """Both ratios at every place of batch 1; medians with 95% intervals."""
+    """The ratios at every place of batch 1; medians with 95% intervals."""
     found = {}
     for (dtype, batch, length), forms in places(rows).items():
         dense = fastest(forms, DENSE)
         for other in ("policy", "einsum") if batch == 1 else ():
             value, low, high = (dense[f"over_{other}{side}"] for side in ("", "_from", "_to"))
             found[f"dense / {other}, {dtype}, {length} rows"] = Estimate(value, low, high, dense["samples"])
+        for name in balanced(forms) if batch == 1 else ():
+            value, low, high = (forms[name][f"over_policy{side}"] for side in ("", "_from", "_to"))
+            found[f"{name} / policy, {dtype}, {length} rows"] = Estimate(value, low, high, forms[name]["samples"])
     return found
 
 

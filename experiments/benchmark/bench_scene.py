@@ -15,9 +15,9 @@ from jax import lax
 
 import vestige_jax as vj
 from kernels_pallas.words import to_floats
-from vestige_jax import attention, recall
+from vestige_jax import attention, calibration, recall
 from vestige_jax import index as indexing
-from vestige_jax.cache import Cache
+from vestige_jax.cache import Cache, Calibration, Index
 from vestige_jax.spec import CacheSpec
 
 Array = jax.Array
@@ -47,6 +47,40 @@ class Scene:
     def total(self) -> int:
         """Rows that a step sees, its own included."""
         return self.closed + self.tail + 1
+
+
+class Reindexed(Scene):
+    """The rows of a scene under another index. Everything but index and calibration is the scene's own, not a copy."""
+
+    def __init__(self, scene: Scene, spec: CacheSpec, index: Index, calibrated: Calibration):
+        self.of, self.index, self.calibrated, self.spec = scene, index, calibrated, spec
+        for name in ("words", "queries", "new", "closed", "tail"):
+            setattr(self, name, getattr(scene, name))
+
+    @property
+    def cache(self) -> Cache:
+        return dataclasses.replace(self.of.cache, index=self.index, calibration=self.calibrated)
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self.index, self.calibrated, own = cache.index, cache.calibration, self.of.cache
+        self.of.cache = dataclasses.replace(cache, index=own.index, calibration=own.calibration)
+
+
+def reindexed(scene: Scene, share: float, **kind) -> Reindexed:
+    """The scene with an index of another `kind`, fitted to its queries and rows; as many rows fire."""
+    spec, batch = dataclasses.replace(scene.spec, **kind), scene.batch
+    asked = jnp.moveaxis(scene.queries, 0, 1).reshape(batch, -1, spec.row_dim)
+
+    @jax.jit
+    def fitted(cache):
+        cache = dataclasses.replace(cache, index=vj.init(spec, batch).index)
+        return calibration.refit(spec, cache, asked, jnp.ones(asked.shape[:2], bool)).index
+
+    made = Reindexed(scene, spec, fitted(scene.cache), jax.tree.map(jnp.copy, scene.cache.calibration))
+    z = _z(spec, made.cache, scene.queries, share)
+    made.calibrated = dataclasses.replace(made.calibrated, z=z)
+    return made
 
 
 def build(spec: CacheSpec, batch: int, closed: int, tail: int, share: float, seed: int) -> Scene:

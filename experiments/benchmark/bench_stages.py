@@ -49,6 +49,14 @@ def stages(scene: Scene, inner: int) -> list[Program]:
     ]  # fmt: skip
 
 
+def scan(name: str, scene: Scene, inner: int) -> Program:
+    """The scan alone, of a scene with another index: its thresholds come from the same attended rows."""
+    ring = _prepared(scene)
+    asked = {field: ring[field] for field in ("query", "threshold")}
+    function = functools.partial(_scan, scene.spec)
+    return reading(name, lambda: scene.cache, asked, function, inner=inner, **account.scan(scene))
+
+
 def _prepared(scene: Scene) -> Item:
     """The ring, with the thresholds, margins and fetch list of every query."""
     each = [_prepare(scene.spec, scene.cache, query) for query in scene.queries]

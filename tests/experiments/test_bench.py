@@ -32,8 +32,8 @@ def config(**changes):
     return made
 
 
-def scene(batch=2, closed=256):
-    spec = CacheSpec(32, 16, 4, 48**-0.5, closed + 64, block=64, rank=8, fetch=64, dtype=jnp.bfloat16)
+def scene(batch=2, closed=256, **index):
+    spec = CacheSpec(32, 16, 4, 48**-0.5, closed + 64, block=64, fetch=64, dtype=jnp.bfloat16, **{"rank": 8} | index)
     nothing = jnp.zeros((8, batch, 4, 48), jnp.bfloat16)
     return bench_scene.Scene(spec, None, None, nothing, None, closed, 32)
 
@@ -83,6 +83,12 @@ def test_bytes_by_hand():
     assert bench_account.policy(some, 10.2)["bytes"] == rows * 96 + 2 * 256 * 57 + 16 + 2 * (8 + 5160)
 
 
+@pytest.mark.parametrize("bits, code", [(8, 24), (4, 12)])
+def test_bytes_of_a_balanced_index_by_hand(bits, code):
+    some = scene(index="balanced", rank=24, index_bits=bits)
+    assert bench_account.scan(some) == {"bytes": 2 * 256 * (code + 4 + 1 + 4) + 16, "flops": 2 * 256 * 2 * 4 * 25}
+
+
 def test_the_wanted_share_fires_and_every_form_of_attention_gives_one_result(quick_compilation):
     spec = CacheSpec(32, 16, 4, 48**-0.5, 576, block=64, rank=8, fetch=512, dtype=jnp.float32)
     made = bench_scene.build(spec, 2, 512, 32, 0.05, seed=3)
@@ -98,6 +104,16 @@ def test_the_wanted_share_fires_and_every_form_of_attention_gives_one_result(qui
     fired = np.array([stats.fired[0] for stats in seen])
     assert fired.shape == (8, 2) and 0.5 < fired.mean() / (0.05 * (512 - 20)) < 2 and len(set(fired.ravel())) > 3
     assert made.cache.tail.length.tolist() == [33, 33]  # every step at the same length
+    index = made.cache.index
+    other = bench_scene.reindexed(made, 0.05, index="balanced", rank=24, index_bits=8)
+    asked = bench_programs.policy("balanced 8", other, 1, again := [])
+    for _ in range(bench_scene.RING):
+        asked.call()
+    fired = np.array([stats.fired[0] for stats in again])
+    assert 0.5 < fired.mean() / (0.05 * (512 - 20)) < 2
+    assert made.cache.index is index and not index.code.is_deleted()  # of the cache given away, all but its index
+    assert other.cache.index.code.dtype == jnp.int8 and other.cache.archive.words is made.cache.archive.words
+    assert np.isfinite(policy.call()).all()  # the scene goes on
 
 
 # the driver
@@ -109,7 +125,11 @@ def test_a_run_writes_every_program_and_goes_on(tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "out" / "trials.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     groups = {group: {row["program"] for row in rows if row["group"] == group} for group in bench.NAMES}
-    assert groups == {group: set(names) for group, names in bench.NAMES.items()}
+    assert groups == {
+        group: set(names) | ({"scan balanced 8", "scan balanced 4"} if group == "stage" else set())
+        for group, names in bench.NAMES.items()
+    }
+    assert {row["program"] for row in rows if row["group"] == "step"} > {"policy", "balanced 8", "balanced 4"}
     policy = next(row for row in rows if row["program"] == "policy" and row["group"] == "step")
     assert policy["over_policy"] == 1 and policy["fired_least"] <= policy["fired"] <= policy["fired_most"]
     assert policy["steps"] >= 5 and policy["overflowed"] == 0
@@ -123,7 +143,7 @@ def test_a_run_writes_every_program_and_goes_on(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_steps_of_the_loop_copy_no_cache():
     """The timed program holds no array of the archive's size but the cache that it was given."""
-    spec = CacheSpec(32, 16, 4, 48**-0.5, 16384, block=256, rank=8, fetch=64, dtype=jnp.bfloat16)
+    spec = CacheSpec(32, 16, 4, 48**-0.5, 1 << 19, block=256, rank=8, fetch=64, dtype=jnp.bfloat16)
     made = bench_scene.build(dataclasses.replace(spec, capacity=512), 1, 256, 32, 0.05, seed=0)
     cache = jax.eval_shape(lambda: init(spec, 1))
     ring = {"query": made.queries, "row": made.new}
@@ -201,6 +221,27 @@ def test_claims_of_the_place_that_they_are_about():
     found = bench_report.measured(rows)
     assert found["dense / policy, float32, 256 rows"].value == 3.5
     assert found["dense / einsum, float32, 256 rows"].value == 1.4
+
+
+def test_another_index_stands_beside_the_papers():
+    rows = [*MACHINE, *step_rows(256, policy=2.0, dense=6.0, einsum=6.0)]
+    for row in rows[2:]:
+        row |= {"over_balanced_8": row["ms"] / 1.5}
+    beside = rows[2] | {"program": "balanced 8", "ms": 1.5, "bytes": 400, "over_balanced_8": 1.0}
+    beside |= {"over_policy": 0.75, "over_policy_from": 0.7, "over_policy_to": 0.8}
+    scans = [
+        rows[2] | {"group": "stage", "program": name, "ms": ms}
+        for name, ms in (("scan", 1.0), ("scan balanced 8", 0.6))
+    ]
+    rows += [beside, *scans]
+    summary = list(bench_report.summarise(rows))
+    want = {"policy_scan_ms": 1.0, "balanced_8_ms": 1.5, "balanced_8_ratio": 4.0, "balanced_8_mb": 4e-4,
+            "balanced_8_scan_ms": 0.6}  # fmt: skip
+    assert {key: summary[0][key] for key in bench_report.index_columns(summary)} == want
+    rule = bench_report.rules(summary, config())["balanced index of 8 bits, float32, 256 rows"]
+    assert rule.at_most == 1.0 and bench_report.measured(rows)[rule.quantity].low == 0.7
+    details = {row["program"]: row for row in bench_report.details(rows, 64) if row["group"] == "stage"}
+    assert_allclose([details[name]["step_share"] for name in ("scan", "scan balanced 8")], [0.5, 0.4])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def test_a_block_past_the_end_is_the_last_one_again():
         np.testing.assert_array_equal(live_block(steps, jnp.int32(length), 128), wanted)
 
 
+def test_chunks_of_plain_xla_on_a_cpu():
+    """(sequences at once, slots of a chunk and of what is left over) at Kimi's sizes."""
+    assert blocks.xla_chunks(1, 4096, 576, 32) == (1, (1024, 128))
+    assert blocks.xla_chunks(1, 32768, 130, 32) == (1, (4096, 128))
+    assert blocks.xla_chunks(16, 4096, 576, 32) == (1, (1024, 128))  # one after another
+    assert blocks.xla_chunks(16, 4096, 48, 32) == (16, (512, 128))  # narrow rows: together
+    assert blocks.xla_chunks(1, 64, 576, 32) == (1, (64,))
+    assert blocks.xla_chunks(4, 4096, 576, 4096) == (4, (1024,))  # many queries
+
+
 def test_blocks_of_a_device():
     assert blocks.tpu_blocks("TPU v5p", row_bytes=1280).splits == 2
     assert blocks.tpu_blocks("TPU v6 lite", row_bytes=1280) == blocks.TpuBlocks()

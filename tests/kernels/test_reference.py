@@ -1,5 +1,6 @@
 """The two passes over rows, in plain XLA: examples worked out by hand, and plain loops in float64."""
 
+import dataclasses
 import math
 
 import jax
@@ -145,6 +146,21 @@ def test_many_queries_that_read_longer_chunks_see_the_same_rows():
         few = attend(query[:, part], rows, length, latent_dim=LATENT, scale=0.3)
         for value, want in zip(few, together, strict=True):
             np.testing.assert_allclose(value, want[:, part], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("room", [32, 64, 512])  # sequences one after another, together, and in long chunks
+def test_however_chunks_are_cut_the_same_rows_are_seen(room, monkeypatch):
+    rows, query, lengths = draw(50, 6, 101, WIDTH), draw(51, 6, 2, WIDTH), jnp.asarray([0, 1, 31, 64, 100, 101])
+    code, bound, member = draw(52, 6, 101, 3), draw(53, 6, 1, 101), draw(54, 6, 101) > 0
+    probe = draw(55, 6, 2, BRANCH), draw(56, 6, 2, 3), draw(57, 6, 2, 1), draw(58, 6, 2)
+
+    def both():
+        part = jax.jit(lambda: kernels_pallas.attend(query, rows, lengths, latent_dim=LATENT, scale=0.7))()
+        return part, jax.jit(lambda: kernels_pallas.scan(*probe, rows, code, bound, member, lengths).margin)()
+
+    want = both()
+    monkeypatch.setattr(blocks, "XLA", dataclasses.replace(blocks.XLA, numbers=WIDTH * room, least=8))
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5), both(), want)
 
 
 def test_widened_rows_are_the_same_numbers():
