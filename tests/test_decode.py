@@ -98,7 +98,12 @@ def poison(cache):
         tail=poisoned(cache.tail, cache.tail.length),
         tier1=poisoned(cache.tier1, cache.tier1.count),
         archive=poisoned(archive, closed, sigma=past(archive.sigma, closed)),
-        index=dataclasses.replace(index, code=past(index.code, closed), bound=past(index.bound, closed, axis=2)),
+        index=dataclasses.replace(
+            index,
+            code=past(index.code, closed),
+            branch=to_words(past(to_floats(index.branch), closed)),
+            bound=past(index.bound, closed, axis=2),
+        ),
     )
 
 

@@ -69,6 +69,7 @@ class Index:
     basis: Basis  # V [B, R, K] float32, orthonormal columns; or a balanced pair of maps
     step: Array  # [B, K] float32, the unit of a code of 8 or 4 bits; [B, 0] for codes that are floats
     code: Array  # [B, A, .] see CacheSpec.code_layout
+    branch: Array  # [B, A, CacheSpec.branch_apart] words of the row
     bound: Array  # [B, E, A] float32: eta, and the rounding terms in the sound mode
 
 
@@ -130,6 +131,7 @@ def init(spec: CacheSpec, batch: int) -> Cache:
             basis,
             step,
             jnp.zeros((batch, slots, numbers), kind),
+            jnp.zeros((batch, slots, spec.branch_apart), word),
             jnp.zeros((batch, spec.certificate_terms, slots), jnp.float32),
         ),
         calibration=Calibration(

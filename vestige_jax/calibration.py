@@ -156,12 +156,13 @@ def rebuild(spec: CacheSpec, cache: Cache, basis: indexing.Basis, step: Array | 
 
     def one_block(i, index: Index) -> Index:
         start = i * spec.block
-        rows = to_floats(lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1))[..., : spec.row_dim]
-        code, bound = indexing.encode(spec, basis, rows, step)
+        words = lax.dynamic_slice_in_dim(cache.archive.words, start, spec.block, 1)
+        code, bound = indexing.encode(spec, basis, to_floats(words)[..., : spec.row_dim], step)
         return Index(
             basis,
             step,
             lax.dynamic_update_slice_in_dim(index.code, code, start, 1),
+            lax.dynamic_update_slice_in_dim(index.branch, indexing.branch(spec, words), start, 1),
             lax.dynamic_update_slice_in_dim(index.bound, bound, start, 2),
         )
 

@@ -149,6 +149,11 @@ def sketch(spec: CacheSpec, code: Array) -> Array:
     return code[..., spec.copied_branch :]
 
 
+def branch(spec: CacheSpec, words: Array) -> Array:
+    """Of rows as stored [B, S, .], what the index copies to scan it there: [B, S, CacheSpec.branch_apart]."""
+    return words[..., spec.latent_dim : spec.latent_dim + spec.branch_apart]
+
+
 def _store(spec: CacheSpec, step: Array | None, projected: Array) -> tuple[Array, Array, Array]:
     """Code as stored; the lengths of what clipping, and of what storing altogether, took from it: [B, S]."""
     if spec.index_bits == 16:

@@ -107,6 +107,7 @@ def _archive_tails(spec: CacheSpec, cache: Cache, full: Array) -> Cache:
         index=dataclasses.replace(
             index,
             code=_write_block(index.code, code, target, blocks),
+            branch=_write_block(index.branch, indexing.branch(spec, cache.tail.words), target, blocks),
             bound=jnp.moveaxis(
                 _write_block(jnp.moveaxis(index.bound, 1, 2), jnp.moveaxis(bound, 1, 2), target, blocks), 2, 1
             ),

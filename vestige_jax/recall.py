@@ -72,9 +72,10 @@ def scan(spec: CacheSpec, cache: Cache, probe: indexing.Probe, threshold: Array)
     if spec.copied_branch:  # it is part of the code
         both = jnp.concatenate([probe.branch, probe.sketch], axis=-1)
         probe = probe._replace(branch=probe.branch[..., :0], sketch=both)
+    rows, start = (index.branch, 0) if spec.branch_apart else (archive.words, spec.latent_dim)
     return kernels_pallas.scan(
-        *probe, threshold, archive.words, index.code, index.bound, ~archive.kept, archive.closed,
-        latent_dim=spec.latent_dim, implementation=spec.implementation,
+        *probe, threshold, rows, index.code, index.bound, ~archive.kept, archive.closed, latent_dim=start,
+        implementation=spec.implementation,
     )  # fmt: skip
 
 
