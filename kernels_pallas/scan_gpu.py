@@ -142,7 +142,7 @@ def _kernel(length, *refs, sources, size, ctas, stages, registers):
         plgpu.SMEM((stages, size), jnp.int8),
         plgpu.Barrier(num_arrivals=len(sources) + 2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=n + 1),
-        [tiled((size, p.shape[2]), p.dtype) for p in probes[-2:] if not registers],
+        [tiled((size, p.shape[2]), p.dtype) for p in probes[-2:] if unpack.narrow(tiles[-1]) and not registers],
     )
 
 
