@@ -22,7 +22,7 @@ What the columns say, and how far to trust them:
 picks. 'As deployed' holds rare branches (serve dense on overflow, close a block): its counts are those of the dearest
 one. The common path is the same step without them, 0.5% of the rows fetched. A step with temporaries as large as all
 archived rows copies its cache, and counts as failed. Steps are those of the paper's index, or of the balanced index
-named, of 128 numbers in 8 or 4 bits.
+named, of 128 numbers in 8 or 4 bits, on the kernels only.
 
 What keeps the account below the published 3.9 is printed above the table: the tail, which is read whole, margins and
 membership, and fetches (on a TPU of eight rows that lie together).

@@ -41,7 +41,6 @@ def every(compiler: Compiler, rows: int) -> Iterator[Program]:
     for index_kind in BALANCED:
         yield from narrow_kernels(compiler, rows, index_kind[2])
         yield from policy_steps(compiler, rows, KERNELS[compiler.platform], "step", index_kind)
-        yield from policy_steps(compiler, rows, None, "xla step", index_kind)
 
 
 def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
