@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from experiments.harness.rows import UserError
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".aot"
 _LIBTPU = {"0.10": "libtpu==0.0.42.*", "0.12": "libtpu==0.0.50.*"}  # by jax release
+_TPUS = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}  # and a slice of each
 _TPU_ENVIRONMENT = {  # read by libtpu as it starts: the machine it thinks it is on
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs on a TPU: two of us may compile at once
@@ -31,11 +33,14 @@ _TPU_ENVIRONMENT = {  # read by libtpu as it starts: the machine it thinks it is
 
 
 def platform(target: str) -> str:
-    """'tpu' or 'h200' of a target like tpu:v5e:2x2. Raises UserError for any other."""
-    name = target.split(":")[0]
-    if name not in ("tpu", "h200") or (name == "tpu") != (":" in target):
-        raise UserError(f"--target={target} is not known; give h200, or a TPU slice: tpu:v5e:2x2, tpu:v5p:2x2x1, ...")
-    return name
+    """'tpu' or 'h200' of a target like tpu:v5e:2x2. Raises UserError for any other, whatever compilers are there."""
+    if target == "h200":
+        return target
+    device, *slice_ = target.split(":")
+    if device == "tpu" and len(slice_) == 2 and slice_[0] in _TPUS and re.fullmatch(r"\d+(x\d+)+", slice_[1]):
+        return device
+    known = ", ".join(f"tpu:{name}:{size}" for name, size in _TPUS.items())
+    raise UserError(f"--target={target} is not known; known are h200, {known} and slices of other sizes")
 
 
 def packages(name: str) -> list[str]:

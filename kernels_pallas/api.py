@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import blocks, fetchlist, reference
+from kernels_pallas import blocks, codes, fetchlist, reference
 from kernels_pallas.fetchlist import FetchList, Margins
 from kernels_pallas.parts import Part
 from kernels_pallas.words import take_rows
@@ -134,18 +134,17 @@ def scan(
     Args
       branch [B, H, P], sketch [B, H, K], residual [B, H, E], threshold [B, H]: the prepared query, all float32, scale
         and z folded in; threshold +inf closes a head. P = 0 or K = 0 leaves a term out.
-      rows [B, S, W] (the branch is read in place), code [B, S, K], bound [B, E, S] float32.
+      rows [B, S, W] (the branch is read in place), code [B, S, K] floats, or whole steps in int8 or packed two to a
+        byte (`kernels_pallas.codes`, [B, S, K / 2]; their size is in the sketch), bound [B, E, S] float32.
       member bool [B, S]: rows that may fire; length int32 [B]: rows u < length exist. Blocks past it cost nothing.
       latent_dim R: where the branch begins; None: it ends the row.
     Returns Margins: float32 [B, S], -inf where a row can't fire, and the fired count of every 128 rows. No score
     leaves the chip. Raises ValueError if the implementation can't run here.
     """
     latent_dim = rows.shape[2] - branch.shape[2] if latent_dim is None else latent_dim
-    problem = _tpu_problem(rows)
-    if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32):
-        problem = f"code is {code.dtype}, and the TPU kernel reads bfloat16 and float32 only"
+    tpu_problem = _tpu_problem(rows) or _tpu_code_problem(code)
     gpu_problem = _scan_problem(rows, code, branch.shape[2], latent_dim)
-    kind = resolve(implementation, {"mosaic_tpu": problem, "mosaic_gpu": gpu_problem})
+    kind = resolve(implementation, {"mosaic_tpu": tpu_problem, "mosaic_gpu": gpu_problem})
     if kind == "xla" or rows.shape[1] == 0:
         margin = reference.scan(
             branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim=latent_dim
@@ -186,6 +185,14 @@ def _tpu_problem(rows: Array) -> str | None:
     return f"rows are {rows.dtype}, and the kernels read bfloat16 and float32, as such or as words"
 
 
+def _tpu_code_problem(code: Array) -> str | None:
+    if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32, *codes.NARROW):
+        return f"code is {code.dtype}, and the TPU kernel reads bfloat16, float32, and codes of 8 and 4 bits"
+    if code.dtype == codes.PACKED and code.shape[2] % 4:
+        return f"rank {codes.numbers(code)} is no multiple of 8, and the TPU kernel unpacks 8 numbers of 4 bits at once"
+    return None
+
+
 def _attend_problem(rows: Array, latent_dim: int) -> str | None:
     """Why the GPU kernel can't attend these rows."""
     width = rows.shape[2]
@@ -206,12 +213,14 @@ def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) ->
     """Why the GPU kernel can't scan this index."""
     if rows.dtype.name not in ("uint16", "bfloat16"):
         return f"rows are {rows.dtype}, and Hopper's tensor cores multiply bfloat16 exactly, float32 not"
-    if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"code is {code.dtype}, and Hopper's tensor cores multiply 16-bit floats exactly, other codes not"
+    if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float16, *codes.NARROW):
+        return f"code is {code.dtype}, and the GPU kernel reads 16-bit floats, and codes of 8 and 4 bits"
     if branch_dim % 16 or latent_dim % 16 or rows.shape[2] % 8:
         return f"branch_dim={branch_dim} and latent_dim={latent_dim} must be multiples of 16"
-    wide = branch_dim + code.shape[2] > 272
-    return f"branch_dim={branch_dim} and rank {code.shape[2]} are too wide for shared memory" if wide else None
+    rank = codes.numbers(code)
+    if branch_dim + rank > 272:
+        return f"branch_dim={branch_dim} and rank {rank} are too wide for shared memory"
+    return f"a code of {code.shape[2]} is wider than one copy, 256" if code.shape[2] > 256 else None
 
 
 def _tpu_blocks(rows: Array) -> blocks.TpuBlocks:

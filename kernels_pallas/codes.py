@@ -11,6 +11,7 @@ from jax import lax
 Array = jax.Array
 
 PACKED = jnp.uint8
+NARROW = (jnp.int8, PACKED)
 
 
 def largest(bits: int) -> int:
@@ -34,3 +35,8 @@ def unpack(code: Array) -> Array:
 def to_float32(code: Array) -> Array:
     """Codes of any width as float32 [..., K], in units of their step where they have one."""
     return (unpack(code) if code.dtype == PACKED else code).astype(jnp.float32)
+
+
+def numbers(code: Array) -> int:
+    """K of a code of any width."""
+    return 2 * code.shape[-1] if code.dtype == PACKED else code.shape[-1]

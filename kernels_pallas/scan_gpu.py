@@ -3,6 +3,7 @@
 A block of rows is the left operand of the tensor cores and the heads are the right one, so that every product of a row
 adds up in one accumulator: branch and code, each with the three exact pieces of the float32 query. What leaves the chip
 is one margin a row. The branch is read in place: a copy engine moves 64 of a row's 576 numbers as cheaply as all.
+Floats go to the tensor cores as they lie in shared memory, codes of few bits from registers, where they are unpacked.
 """
 
 import functools
@@ -13,14 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import exact
+from kernels_pallas import exact, unpack
 from kernels_pallas.blocks import GpuBlocks
 from kernels_pallas.hopper import COLUMN, ROW, load, tiled, transposed
 from kernels_pallas.tiles import float_dtype, pad_axis, round_up
 
 Array = jax.Array
 
-_DEPTH = 16  # numbers that one tensor-core instruction sums over
+_DEPTH = 16  # numbers that one tensor-core instruction sums over; bytes that a copy moves
 
 
 def scan(
@@ -38,14 +39,20 @@ def scan(
     probes, sources = [], []
     for query, source, start in ((branch, rows, latent_dim), (sketch, code, 0)):
         if query.shape[2]:
-            depth = round_up(query.shape[2], _DEPTH)
-            probes.append(_pieces(pad_axis(pad_axis(query, 1, padded), 2, depth) / unit[..., None], source.dtype))
+            parts = unpack.gpu_queries(query, source)
+            depth = round_up(parts[0].shape[2], _DEPTH)
+            for part in parts:
+                part = pad_axis(pad_axis(part, 1, padded), 2, depth) / unit[..., None]
+                probes.append(_pieces(part, unpack.operand_dtype(source)))
             wide = pad_axis(source, 2, max(start + depth, source.shape[2]))  # a copy, of tiny sizes only
             sources.append((pad_axis(wide, 1, round_up(slots, size)), start, depth))
 
     steps = pl.cdiv(slots, size)
     ctas = max(1, min(steps, blocks.scan_ctas // batch))
-    kernel = functools.partial(_kernel, sources=[s[1:] for s in sources], size=size, ctas=ctas, stages=blocks.stages)
+    kernel = functools.partial(
+        _kernel, sources=[s[1:] for s in sources], size=size, ctas=ctas, stages=blocks.stages,
+        registers=blocks.register_operands,
+    )  # fmt: skip
     margin = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, steps * size), jnp.float32),
@@ -71,8 +78,8 @@ def _pieces(query: Array, dtype) -> Array:
     return jnp.concatenate(exact.pieces(query, dtype), 1)
 
 
-def _kernel(length, *refs, sources, size, ctas, stages):
-    n = len(sources)
+def _kernel(length, *refs, sources, size, ctas, stages, registers):
+    n = len(refs) - len(sources) - 4
     probes, heads_only, tiles, (bound, member, margin) = refs[:n], refs[n], refs[n + 1 : -3], refs[-3:]
     heads, terms = heads_only.shape[2], bound.shape[1]
     b, cta = lax.axis_index("batch"), lax.axis_index("cta")
@@ -82,7 +89,7 @@ def _kernel(length, *refs, sources, size, ctas, stages):
     def at(j):
         return pl.ds((cta + j * ctas) * size, size)
 
-    def body(queries, column, buffers, bounds, may, arrived, ready):
+    def body(queries, column, buffers, bounds, may, arrived, ready, scratch):
         def fetch(j):
             slot = lax.rem(j, stages)
             for tile, buffer, (start, width) in zip(tiles, buffers, sources, strict=True):
@@ -104,10 +111,12 @@ def _kernel(length, *refs, sources, size, ctas, stages):
             slot = lax.rem(j, stages)
             plgpu.barrier_wait(arrived.at[slot])
 
+            operands = [o for buffer in buffers for o in _operands(buffer.at[slot], scratch)]
+
             def products(total):
-                for query, buffer in zip(queries, buffers, strict=True):
+                for query, operand in zip(queries, operands, strict=True):
                     for first in range(0, query.shape[0], heads):
-                        plgpu.wgmma(total, buffer.at[slot], transposed(query.at[pl.ds(first, heads)]))
+                        plgpu.wgmma(total, operand, transposed(query.at[pl.ds(first, heads)]))
                 return total[...]
 
             score = scale * pl.run_scoped(products, plgpu.ACC((size, heads), jnp.float32))
@@ -128,9 +137,29 @@ def _kernel(length, *refs, sources, size, ctas, stages):
         body,
         [tiled(probe.shape[1:], probe.dtype) for probe in probes],
         plgpu.SMEM(heads_only.shape[1:], jnp.float32),
-        [tiled((stages, size, s[1]), tile.dtype) for tile, s in zip(tiles, sources, strict=True)],
+        [_buffer(tile, (stages, size, s[1])) for tile, s in zip(tiles, sources, strict=True)],
         plgpu.SMEM((stages, terms, size), jnp.float32),
         plgpu.SMEM((stages, size), jnp.int8),
-        plgpu.Barrier(num_arrivals=n + 2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=len(sources) + 2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=n + 1),
+        [tiled((size, p.shape[2]), p.dtype) for p in probes[-2:] if unpack.narrow(tiles[-1]) and not registers],
     )
+
+
+def _buffer(tile, shape: tuple[int, ...]):
+    """Shared memory for blocks of a source: swizzled, unless they are narrow codes of which no swizzle is made."""
+    return plgpu.SMEM(shape, tile.dtype) if shape[-1] * tile.dtype.itemsize % 32 else tiled(shape, tile.dtype)
+
+
+def _operands(block, scratch) -> list:
+    """What the tensor cores multiply of a block: the block itself, or its codes unpacked, by way of scratch if any."""
+    if not unpack.narrow(block):
+        return [block]
+    numbers = unpack.gpu_numbers(block)
+    if not scratch:
+        return numbers
+    places = scratch[-len(numbers) :]
+    for place, values in zip(places, numbers, strict=True):
+        place[...] = values
+    plgpu.commit_smem()
+    return places

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas import exact
+from kernels_pallas import exact, unpack
 from kernels_pallas.blocks import TpuBlocks
 from kernels_pallas.tiles import LANES, float_dtype, floats, live_block, pad_axis, round_up, stay
 
@@ -51,7 +51,7 @@ def scan(
         add(stay(rows), (size, lanes[1]), lambda b, step, length: (b, block_of(b, step, length), lanes[0]))
     across = code.shape[2] % LANES != 0
     if code.shape[2]:
-        add_probe(_stacked(sketch, padded, code.dtype))
+        add_probe(_stacked(unpack.tpu_query(sketch, code), padded, unpack.operand_dtype(code)))
         if across:
             code = jnp.swapaxes(code, 1, 2)
             add(stay(code), (code.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
@@ -65,7 +65,7 @@ def scan(
     def out_spec(lanes):
         return pl.BlockSpec((None, size // LANES, lanes), lambda b, step, length: (b, step, 0))
 
-    read = (lanes[1] * rows.dtype.itemsize if width else 0) + sketch.shape[2] * code.dtype.itemsize
+    read = (lanes[1] * rows.dtype.itemsize if width else 0) + code.size * code.dtype.itemsize // (batch * slots)
     row_bytes = read + 4 * bound.shape[1] + 1 + 4  # with bounds, membership and the margin written
     offset = latent_dim - lanes[0] * lanes[1]
     kernel = functools.partial(_kernel, heads=padded, branch=slice(offset, offset + width), across=across,
@@ -112,9 +112,9 @@ def _kernel(length, *refs, heads, branch, across, has_branch, has_code):
     if has_code:
         sketch, code = refs[:2]
         refs = refs[2:]
-        part = (lambda g: exact.dot(sketch[...], code[:, g], (1, 0))) if across else (
-            lambda g: exact.dot(sketch[...], code[g, :], (1, 1)))  # fmt: skip
-        score_parts.append(part)
+        axis = 0 if across else 1
+        at = (lambda g: code[:, g]) if across else (lambda g: code[g, :])
+        score_parts.append(lambda g: exact.dot(sketch[...], unpack.tpu_numbers(at(g), axis), (1, axis)))
     residual, threshold, bound, member, margin, fired = refs
     size = member.shape[1]
     start = pl.program_id(1) * size

@@ -15,10 +15,11 @@ class Layout:
     """How a device stores and moves rows, in bytes.
 
     row      a stored row; on a TPU whole tiles of 128 numbers, so 1280 for 1152.
-    branch   a branch, as the scan reads it: in place, or on a TPU beside the sketch.
+    branch   a branch, as the scan reads it: in place, or on a TPU beside the sketch; a balanced index has none.
     in_place the same where it lies in the row; on a TPU with the tile around it, so 256 for 128.
-    code     a sketch.
+    code     a code, of floats or of few bits.
     bounds   the certificate's float32 numbers and the membership of a row.
+    maps     what maps a query, of a sequence: V of a sketch, A of a balanced index.
     together rows that one copy of the fetch moves; 8 on a TPU.
     passes   times a fetched row crosses the memory bus; 3 where it is gathered into a copy that is then read.
     """
@@ -28,6 +29,7 @@ class Layout:
     in_place: int
     code: int
     bounds: int = 5
+    maps: int = 0
     together: int = 1
     passes: int = 1
 
@@ -36,13 +38,17 @@ MARGIN = 4  # float32, of every scanned row
 TILE = 128  # numbers in a tile's row
 
 
-def layout(platform: str, latent: int, branch: int, rank: int, itemsize: int = 2) -> Layout:
-    """Of kernels on 'tpu', or on 'cuda', which reads and gathers single rows."""
-    own = branch * itemsize
+def layout(
+    platform: str, latent: int, branch: int, rank: int, itemsize: int = 2, *, kind: str = "sketch", bits: int = 16
+) -> Layout:
+    """Of kernels on 'tpu', or on 'cuda', which reads and gathers single rows; kind and bits are those of the index."""
+    width = latent + branch
+    own = branch * itemsize if kind == "sketch" else 0
+    maps = 4 * (latent * rank if kind == "sketch" else width**2)
+    parts = {"branch": own, "code": rank * bits // 8, "maps": maps}
     if platform != "tpu":
-        return Layout((latent + branch) * itemsize, own, own, rank * 2)
-    stored = -(-(latent + branch) // TILE) * TILE
-    return Layout(stored * itemsize, own, TILE * itemsize, rank * 2, together=8)
+        return Layout(width * itemsize, in_place=own, **parts)
+    return Layout(-(-width // TILE) * TILE * itemsize, in_place=TILE * itemsize if own else 0, together=8, **parts)
 
 
 def attend(device: Layout, rows: int) -> int:
@@ -75,6 +81,7 @@ def policy(device: Layout, *, archive: int, tier1: int, tail: int, fetched: int)
     return {
         "tier 1": attend(device, tier1),
         "tail": attend(device, tail),
+        "maps": device.maps,
         "scan": scan(device, archive),
         "compact": compact(archive, fetched),
         "fetch": fetch(device, fetched),

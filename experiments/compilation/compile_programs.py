@@ -17,6 +17,8 @@ from vestige_jax import attention, index, recall
 LATENT, BRANCH, HEADS, RANK, BLOCK = 512, 64, 32, 64, 4096
 FETCHED = 0.005  # share of the archive that a typical step fetches
 KERNELS = {"tpu": "mosaic_tpu", "cuda": "mosaic_gpu"}
+PAPER = ("sketch", RANK, 16)  # kind of index, rank and bits of a code
+BALANCED = (("balanced", 2 * RANK, 8), ("balanced", 2 * RANK, 4))  # of as many numbers as the branch and the sketch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,9 @@ def every(compiler: Compiler, rows: int) -> Iterator[Program]:
     yield from kernels(compiler, rows)
     yield from steps(compiler, rows, KERNELS[compiler.platform], "step")
     yield from steps(compiler, rows, None, "xla step")
+    for index_kind in BALANCED:
+        yield from narrow_kernels(compiler, rows, index_kind[2])
+        yield from policy_steps(compiler, rows, KERNELS[compiler.platform], "step", index_kind)
 
 
 def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
@@ -55,10 +60,7 @@ def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
         return functools.partial(kernels_pallas.attend_list, **keywords), arguments, ()
 
     def scan(branch, rank):
-        probe = [_shape(1, HEADS, n) for n in (branch, rank, 1)]
-        entry = _shape(1, rows, rank, dtype=spec.index_dtype), _shape(1, 1, rows), _shape(1, rows, dtype=bool)
-        arguments = (*probe, _shape(1, HEADS), word(rows, width), *entry, count)
-        return functools.partial(kernels_pallas.scan, latent_dim=LATENT, implementation=name), arguments, ()
+        return _scan(compiler, rows, branch, rank, (rank, spec.index_dtype))
 
     def compact(fetched):
         margins = kernels_pallas.Margins(_shape(1, rows), _shape(1, -(-rows // 128), dtype=jnp.int32))
@@ -76,35 +78,69 @@ def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
         yield Program(f"kernel compact, {n}", rows, functools.partial(compact, n), account.compact(rows, n))
 
 
+def narrow_kernels(compiler: Compiler, rows: int, bits: int) -> Iterator[Program]:
+    """The scan of codes of 8 or 4 bits without a branch, as many numbers as a sketch has and twice as many."""
+    for rank in (RANK, 2 * RANK):
+        stored = (rank, jnp.int8) if bits == 8 else (rank // 2, jnp.uint8)
+        moved = account.scan(_layout(compiler, ("balanced", rank, bits)), rows)
+        build = functools.partial(_scan, compiler, rows, 0, rank, stored)
+        yield Program(f"kernel scan, {bits} bits, rank {rank}", rows, build, moved)
+
+
+def _scan(compiler, rows, branch, rank, code):
+    name = KERNELS[compiler.platform]
+    probe = [_shape(1, HEADS, n) for n in (branch, rank, 1)]
+    entry = _shape(1, rows, code[0], dtype=code[1]), _shape(1, 1, rows), _shape(1, rows, dtype=bool)
+    stored = _shape(1, rows, _cache(compiler, rows, name).archive.words.shape[2], dtype=jnp.uint16)
+    arguments = (*probe, _shape(1, HEADS), stored, *entry, _shape(1, dtype=jnp.int32))
+    return functools.partial(kernels_pallas.scan, latent_dim=LATENT, implementation=name), arguments, ()
+
+
 def steps(compiler: Compiler, rows: int, implementation: str | None, name: str) -> Iterator[Program]:
     """The whole decode step of one layer: dense, the policy's common path, and the policy as deployed."""
     spec, size = _spec(compiler, rows, implementation), _layout(compiler)
+    kept, moved = spec.archive_rows * size.row, account.dense(size, archive=spec.archive_rows, tail=BLOCK)
+    build = functools.partial(_step, compiler, rows, implementation, PAPER, _dense_step)
+    yield Program(f"{name} dense", rows, build, moved, cache=kept)
+    yield from policy_steps(compiler, rows, implementation, name, PAPER)
+
+
+def policy_steps(
+    compiler: Compiler, rows: int, implementation: str | None, name: str, index_kind: tuple[str, int, int]
+) -> Iterator[Program]:
+    """The step with an index of this kind, rank and bits."""
+    spec, size = _spec(compiler, rows, implementation, index_kind), _layout(compiler, index_kind)
     if implementation is None:
         size = dataclasses.replace(size, together=1, passes=3)
-    archive = spec.archive_rows
-    moved = account.policy(size, archive=archive, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
+    build = functools.partial(_step, compiler, rows, implementation, index_kind)
+    moved, kept = sum(_moved(spec, size).values()), spec.archive_rows * size.row
+    which = "" if index_kind == PAPER else ", {} {} x {} bits".format(*index_kind)
+    common = functools.partial(build, _common_step)
+    yield Program(f"{name} common path{which}", rows, common, moved, f"{name} dense", kept)
+    yield Program(f"{name} as deployed{which}", rows, functools.partial(build, vj.step), cache=kept)
+
+
+def _step(compiler, rows, implementation, index_kind, function):
     query, row = (_shape(1, *n, LATENT + BRANCH, dtype=jnp.bfloat16) for n in ((HEADS,), ()))
-    kept = archive * size.row
-
-    def build(function):
-        return functools.partial(function, spec), (_cache(compiler, rows, implementation), query, row), (0,)
-
-    dense = f"{name} dense"
-    yield Program(dense, rows, lambda: build(_dense_step), account.dense(size, archive=archive, tail=BLOCK), cache=kept)
-    yield Program(f"{name} common path", rows, lambda: build(_common_step), sum(moved.values()), dense, kept)
-    yield Program(f"{name} as deployed", rows, lambda: build(vj.step), cache=kept)
+    spec = _spec(compiler, rows, implementation, index_kind)
+    return functools.partial(function, spec), (_cache(compiler, rows, implementation, index_kind), query, row), (0,)
 
 
-def account_line(compiler: Compiler, rows: int) -> str:
+def account_line(compiler: Compiler, rows: int, index_kind: tuple[str, int, int] = PAPER) -> str:
     """Where the bytes of a step go, per archived row: dense beside the policy, with kernels."""
-    spec, size = _spec(compiler, rows, KERNELS[compiler.platform]), _layout(compiler)
-    archive = spec.archive_rows
-    parts = account.policy(size, archive=archive, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
+    spec, size = _spec(compiler, rows, KERNELS[compiler.platform], index_kind), _layout(compiler, index_kind)
+    archive, parts = spec.archive_rows, _moved(spec, size)
     whole, policy = account.dense(size, archive=archive, tail=BLOCK), sum(parts.values())
     each = ", ".join(f"{name} {moved / archive:.0f}" for name, moved in parts.items())
     return (
-        f"{rows} rows: dense {whole / archive:.0f}; policy {policy / archive:.0f} ({each}); ratio {whole / policy:.2f}"
+        f"{rows} rows, {index_kind[0]} {index_kind[1]} x {index_kind[2]} bits: "
+        f"dense {whole / archive:.0f}; policy {policy / archive:.0f} ({each}); ratio {whole / policy:.2f}"
     )
+
+
+def _moved(spec, size) -> dict[str, int]:
+    """What the policy's step reads, by part, with the typical share of fetched rows."""
+    return account.policy(size, archive=spec.archive_rows, tier1=spec.tier1_slots, tail=BLOCK, fetched=_fetched(spec))
 
 
 def _fetched(spec) -> int:
@@ -120,7 +156,7 @@ def _common_step(spec, cache, query, row):
     """`vestige_jax.step` when no block closes and what fired fits: written from the same pieces."""
     cache = _write(cache, row)
     part = attention.attended(spec, cache, query)
-    probe = index.prepare(spec, cache.index.basis, query)
+    probe = index.prepare(spec, cache.index.basis, query, cache.index.step)
     probe = probe._replace(residual=cache.calibration.z[:, None, None] * probe.residual)
     threshold = jnp.where(recall.gate(cache, part), part.peak, jnp.inf)
     margins = recall.scan(spec, cache, probe, threshold)
@@ -136,21 +172,23 @@ def _write(cache, row):
 
 
 @functools.cache
-def _spec(compiler, rows, implementation):
-    sketch = jnp.bfloat16 if compiler.platform == "tpu" else jnp.float16
+def _spec(compiler, rows, implementation, index_kind=PAPER):
+    kind, rank, bits = index_kind
     scale = (2 * BRANCH + BRANCH) ** -0.5  # 128 + 64 dimensions of a key head
     return vj.CacheSpec(
-        LATENT, BRANCH, HEADS, scale, rows + BLOCK, rank=RANK, sketch_dtype=sketch, implementation=implementation
-    )
+        LATENT, BRANCH, HEADS, scale, rows + BLOCK, rank=rank, index=kind, index_bits=bits,
+        sketch_dtype=jnp.bfloat16 if compiler.platform == "tpu" else jnp.float16, implementation=implementation,
+    )  # fmt: skip
 
 
 @functools.cache
-def _cache(compiler, rows, implementation):
-    return compiler.shapes(lambda: vj.init(_spec(compiler, rows, implementation), 1))
+def _cache(compiler, rows, implementation, index_kind=PAPER):
+    return compiler.shapes(lambda: vj.init(_spec(compiler, rows, implementation, index_kind), 1))
 
 
-def _layout(compiler) -> account.Layout:
-    return account.layout(compiler.platform, LATENT, BRANCH, RANK)
+def _layout(compiler, index_kind=PAPER) -> account.Layout:
+    kind, rank, bits = index_kind
+    return account.layout(compiler.platform, LATENT, BRANCH, rank, kind=kind, bits=bits)
 
 
 def _shape(*shape, dtype="float32"):

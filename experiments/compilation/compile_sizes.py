@@ -13,6 +13,8 @@ from kernels_pallas.words import row_words
 
 ROWS, BATCH, FETCHED = 4096, 2, 40
 SIZES = {(512, 64, 32): (0, 64, 128, 192), (512, 64, 16): (0, 64, 128, 192), (32, 16, 4): (0, 8)}  # and their ranks
+FEW_BITS = {(512, 64, 32): ((64, True), (96, False), (256, False)), (512, 64, 16): ((128, False),),
+            (32, 16, 4): ((8, True),)}  # fmt: skip # ranks of codes of 8 and 4 bits, and whether the branch is read
 WORDS = {"tpu": (jnp.uint16, jnp.uint32), "cuda": (jnp.uint16,)}  # of rows; codes are as wide
 
 
@@ -28,6 +30,11 @@ def sizes(compiler: Compiler) -> Iterator[Program]:
                 scan = functools.partial(_scan, compiler, latent, branch, heads, word, rank)
                 yield Program(f"{name} scan, rank {rank}", ROWS, functools.partial(scan, copied=False))
                 yield Program(f"{name} scan, rank {rank}, branch copied", ROWS, functools.partial(scan, copied=True))
+        for rank, read in FEW_BITS[latent, branch, heads]:
+            for bits in (8, 4):
+                name = f"size {latent}/{branch}/{heads} scan, rank {rank}, {bits} bits{', branch in place' * read}"
+                used = branch if read else 0
+                yield Program(name, ROWS, functools.partial(_narrow, compiler, latent, branch, heads, used, rank, bits))
 
 
 def _attend(compiler, latent, branch, heads, word, *, listed):
@@ -42,10 +49,19 @@ def _attend(compiler, latent, branch, heads, word, *, listed):
 
 def _scan(compiler, latent, branch, heads, word, rank, *, copied):
     width, numbers = (0, branch + rank) if copied else (branch, rank)
-    code = _float(word) if compiler.platform == "tpu" else jnp.float16
-    probe = [_shape(BATCH, heads, n) for n in (width, numbers, 1)]
-    entry = _shape(BATCH, ROWS, numbers, dtype=code), _shape(BATCH, 1, ROWS), _shape(BATCH, ROWS, dtype=bool)
-    rows, count = _rows(compiler, latent + branch, word), _shape(BATCH, dtype=jnp.int32)
+    code = _shape(BATCH, ROWS, numbers, dtype=_float(word) if compiler.platform == "tpu" else jnp.float16)
+    return _call(compiler, latent, _rows(compiler, latent + branch, word), (heads, width, numbers), code)
+
+
+def _narrow(compiler, latent, branch, heads, used, rank, bits):
+    code = _shape(BATCH, ROWS, rank * bits // 8, dtype=jnp.int8 if bits == 8 else jnp.uint8)
+    return _call(compiler, latent, _rows(compiler, latent + branch, jnp.uint16), (heads, used, rank), code)
+
+
+def _call(compiler, latent, rows, probe, code):
+    heads, width, rank = probe
+    probe = [_shape(BATCH, heads, n) for n in (width, rank, 1)]
+    entry, count = (code, _shape(BATCH, 1, ROWS), _shape(BATCH, ROWS, dtype=bool)), _shape(BATCH, dtype=jnp.int32)
     function = functools.partial(kernels_pallas.scan, latent_dim=latent, implementation=KERNELS[compiler.platform])
     return function, (*probe, _shape(BATCH, heads), rows, *entry, count), ()
 

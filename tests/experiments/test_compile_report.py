@@ -51,7 +51,7 @@ def table(folder, target):
 def test_every_program_has_a_row_and_steps_have_ratios(told, tmp_path, capsys):
     assert compile_report.main("tpu:v5e:2x2", [ROWS], [""], tmp_path) == 0
     found = table(tmp_path, "tpu:v5e:2x2")
-    assert {row["state"] for row in found.values()} == {"compiled"} and len(found) == 16 + 52
+    assert {row["state"] for row in found.values()} == {"compiled"} and len(found) == 16 + 52 + 10 + 2 * 4
     step = found["step common path"]
     assert (step["target"], step["jax"], step["compiler"]) == (
         "tpu:v5e:2x2", importlib.metadata.version("jax"), "told 1.0")  # fmt: skip
@@ -59,10 +59,12 @@ def test_every_program_has_a_row_and_steps_have_ratios(told, tmp_path, capsys):
     dense, policy = (float(found[f"step {name}"]["account_mb"]) for name in ("dense", "common path"))
     assert float(step["account_ratio"]) == pytest.approx(dense / policy, rel=1e-4) and dense > policy
     assert step["accessed_ratio"] == "1"
+    narrow = [float(found[f"step common path, balanced 128 x {bits} bits"]["account_mb"]) for bits in (8, 4)]
+    assert policy > narrow[0] > narrow[1]
     assert found["xla step common path"]["accessed_ratio"] == "" and found["xla step common path"]["account_ratio"]
     assert found["step dense"]["account_ratio"] == found["kernel attend, tier 1"]["account_ratio"] == ""
     printed = capsys.readouterr().out
-    assert f"{ROWS} rows: dense" in printed and "tier 1 " in printed
+    assert f"{ROWS} rows, sketch 64 x 16 bits: dense" in printed and "tier 1 " in printed
 
 
 def test_a_compiler_that_says_no_bytes_leaves_the_cell_empty(told, tmp_path):
@@ -91,10 +93,17 @@ def test_a_command_line_that_cannot_be_meant(arguments, message):
         compile_report.launch(["compile_report", *arguments])
 
 
+def test_a_target_is_named_before_a_compiler_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers, "FOLDER", tmp_path)  # no compiler has been fetched
+    monkeypatch.setattr(compilers, "installed", lambda name: False)
+    with pytest.raises(UserError, match="--target=tpu:v9 is not known; known are h200, .*tpu:v6e:2x2"):
+        compile_report.launch(["compile_report", "--target=tpu:v9"])
+
+
 def test_a_step_that_copies_its_cache_has_failed(told, tmp_path, capsys, monkeypatch):
     made = compilers.Compiled(1.0, 90_000_000, 80_000_000, None, None)
     monkeypatch.setattr(Told, "compile", lambda self, *_, **__: made)
-    assert compile_report.main("h200", [ROWS], ["step", "kernel compact, 64"], tmp_path) == 3
+    assert compile_report.main("h200", [ROWS], ["step", "kernel compact, 64"], tmp_path) == 7
     assert "copies the cache: 80 MB of temporaries beside 14 MB" in capsys.readouterr().out
 
 

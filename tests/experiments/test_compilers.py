@@ -26,14 +26,15 @@ def empty(tmp_path, monkeypatch):
     return commands
 
 
-@pytest.mark.parametrize("target, name", [("tpu:v5e:2x2", "tpu"), ("tpu:v5p:2x2x1", "tpu"), ("h200", "h200")])
+@pytest.mark.parametrize("target, name", [("tpu:v5e:2x2", "tpu"), ("tpu:v5p:4x4x8", "tpu"), ("h200", "h200")])
 def test_targets(target, name):
     assert compilers.platform(target) == name
 
 
-@pytest.mark.parametrize("target", ["", "tpu", "h200:1", "a100", "gpu:h200"])
-def test_a_target_that_is_not_known_is_named(target):
-    with pytest.raises(UserError, match=f"--target={target} is not known"):
+@pytest.mark.parametrize("target", ["", "tpu", "h200:1", "a100", "gpu:h200", "tpu:v9", "tpu:v9:2x2",
+                                    "tpu:v5e", "tpu:v5e:2", "tpu:v5e:2x2:1"])  # fmt: skip
+def test_a_target_that_is_not_known_is_named_beside_those_that_are(target):
+    with pytest.raises(UserError, match=f"--target={target} is not known; known are h200, tpu:v4:2x2x1, tpu:v5e:2x2, "):
         compilers.platform(target)
 
 

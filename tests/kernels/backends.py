@@ -21,8 +21,8 @@ FEW = blocks.GpuBlocks(  # several blocks of rows to each
 # What no interpreter here can run, and why. Of these only the compilers say anything (experiments.compile_report).
 NOT_INTERPRETED = {
     "mosaic_gpu on jax 0.10": "its interpreter knows no layout cast and no transposed operand of a tensor core",
-    "mosaic_gpu attend with register_operands": "jax 0.12's interpreter multiplies from shared memory only; the "
-    "contract runs the kernel with its weights there",
+    "mosaic_gpu with register_operands": "jax 0.12's interpreter multiplies from shared memory only; the contract runs "
+    "attend with its weights there, and scan with the codes of 8 and 4 bits that it has unpacked",
 }
 
 

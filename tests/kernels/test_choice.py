@@ -59,6 +59,25 @@ def test_what_only_one_kernel_cannot_do_raises_for_it_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "implementation, target, code, reason",
+    [("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.uint8), "rank 12 is no multiple of 8"),
+     ("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.int16), "code is int16"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (264, jnp.int8), "a code of 264 is wider than one copy"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (144, jnp.uint8), "rank 288 are too wide"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (6, jnp.int16), "code is int16")],
+)  # fmt: skip
+def test_codes_that_a_kernel_cannot_unpack_raise(implementation, target, code, reason):
+    shape = lambda *s, d=jnp.float32: jax.ShapeDtypeStruct(s, d)  # noqa: E731
+    rank = 2 * code[0] if code[1] == jnp.uint8 else code[0]
+    probe = shape(1, 4, 0), shape(1, 4, rank), shape(1, 4, 1), shape(1, 4)
+    entry = shape(1, 64, code[0], d=code[1]), shape(1, 1, 64), shape(1, 64, d=bool)
+    arguments = (*probe, shape(1, 64, 48, d=jnp.uint16), *entry, shape(1, d=jnp.int32))
+    scan = functools.partial(kernels_pallas.scan, implementation=implementation)
+    with tracing_for(*target), pytest.raises(ValueError, match=reason):
+        jax.eval_shape(scan, *arguments)
+
+
+@pytest.mark.parametrize(
     "implementation, target, kernels",
     [("mosaic_tpu", ("tpu", "TPU v6 lite"), "pallas_call"), ("mosaic_gpu", ("gpu", "NVIDIA H200"), "warpgroup"),
      (None, ("tpu", "TPU v6 lite"), None), (None, ("gpu", "NVIDIA H200"), None), (None, ("cpu", "cpu"), None)],

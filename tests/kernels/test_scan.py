@@ -16,6 +16,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SCANS = ("ragged", "empty", "all", "none", "closed")
 RANKS = {"kimi": (0, 64, 128, 192), "16 heads": (0, 64, 128, 192), "tiny": (0, 8)}
 SIZED_RANKS = [(size, rank) for size in SIZES for rank in RANKS[size]]
+IN_PLACE, NOT_READ = "branch in place", "branch not read"  # an index 'sketch', and a balanced one
+NARROW = [("kimi", 64, IN_PLACE), ("kimi", 64, NOT_READ), ("kimi", 96, NOT_READ), ("kimi", 128, NOT_READ),
+          ("kimi", 256, NOT_READ), ("16 heads", 128, NOT_READ), ("tiny", 8, IN_PLACE)]  # fmt: skip
 
 
 def scan_case(size, rank, dtype, terms, code_dtype):
@@ -38,9 +41,35 @@ def lengths(work):
     return jnp.asarray({"empty": (0, 0, 0), "ragged": (0, 257, SLOTS)}.get(work, (SLOTS, 300, 1)), jnp.int32)
 
 
+def whole_steps(bits, rank):
+    """Codes of few bits, every value among them: their numbers int8 [3, S, K], and as they are stored."""
+    most = {8: 127, 4: 7}[bits]
+    steps = np.random.default_rng(21).integers(-most, most + 1, (3, SLOTS, rank))
+    low, high = steps[..., : rank // 2] & 15, steps[..., rank // 2 :] & 15
+    return steps, jnp.asarray(steps, jnp.int8) if bits == 8 else jnp.asarray(low + 16 * high, jnp.uint8)
+
+
 def fired_groups(margin):
     """Fired rows of every group of 128."""
     return np.pad(np.asarray(margin) >= 0, ((0, 0), (0, -SLOTS % 128))).reshape(3, -1, 128).sum(-1)
+
+
+def contract(backend, monkeypatch, probe, stored, numbers, wide):
+    """The scan of what is stored, at every length of work, against float64 of its (branch, code, bound, member)."""
+    heads, member = probe[0].shape[1], np.asarray(numbers[-1])
+    with running(backend, monkeypatch):
+        scan = jax.jit(lambda *a: kernels_pallas.scan(*a, implementation=backend))
+        for work in SCANS:
+            threshold, length = thresholds(work, heads, wide), lengths(work)
+            got = scan(*probe, threshold, *stored, length)
+            close(got.margin, oracle.margins(*probe, threshold, *numbers, length), work)
+            np.testing.assert_array_equal(got.fired, fired_groups(got.margin), err_msg=work)
+            exists = member & (np.arange(SLOTS) < np.asarray(length)[:, None])
+            expected = {"all": exists.sum(), "none": 0, "closed": 0, "empty": 0}.get(work)
+            assert expected is None or np.asarray(got.fired).sum() == expected, work
+            if work == "ragged":
+                assert 0 < np.asarray(got.fired).sum() < exists.sum()
+                same(got, scan(*probe, threshold, *stored, length))
 
 
 FAST_SCAN = {(backend, ("tiny", 8), jnp.bfloat16) for backend in BACKENDS}
@@ -51,23 +80,30 @@ def test_scan(backend, sized, dtype, monkeypatch):
     size, rank = sized
     code_dtype = jnp.float16 if backend == "mosaic_gpu" and size == "16 heads" else jnp.bfloat16
     terms = 2 if size == "tiny" else 1
-    probe, entry, latent = scan_case(size, rank, dtype, terms, code_dtype)
-    stored = [to_words(entry[0]), *entry[1:]]
-    heads = SIZES[size][2]
-    with running(backend, monkeypatch):
-        scan = jax.jit(lambda *a: kernels_pallas.scan(*a, implementation=backend))
-        for work in SCANS:
-            threshold, length = thresholds(work, heads, SIZES[size][1] + rank), lengths(work)
-            got = scan(*probe, threshold, *stored, length)
-            want = oracle.margins(*probe, threshold, entry[0][..., latent:], *entry[1:], length)
-            close(got.margin, want, work)
-            np.testing.assert_array_equal(got.fired, fired_groups(got.margin), err_msg=work)
-            exists = np.asarray(entry[3]) & (np.arange(SLOTS) < np.asarray(length)[:, None])
-            expected = {"all": exists.sum(), "none": 0, "closed": 0, "empty": 0}.get(work)
-            assert expected is None or np.asarray(got.fired).sum() == expected, work
-            if work == "ragged":
-                assert 0 < np.asarray(got.fired).sum() < exists.sum()
-                same(got, scan(*probe, threshold, *stored, length))
+    probe, (rows, *entry), latent = scan_case(size, rank, dtype, terms, code_dtype)
+    numbers = [rows[..., latent:], *entry]
+    contract(backend, monkeypatch, probe, [to_words(rows), *entry], numbers, SIZES[size][1] + rank)
+
+
+FAST_NARROW = {(backend, NARROW[-1], bits, jnp.bfloat16) for backend in BACKENDS for bits in (8, 4)}
+EVERY_NARROW = [  # once where rows are not read
+    case
+    for case in quick(FAST_NARROW, BACKENDS, NARROW, (8, 4), DTYPES)
+    if case.values[1][2] == IN_PLACE or case.values[3] == jnp.bfloat16
+]
+
+
+@pytest.mark.parametrize("backend, narrow, bits, dtype", EVERY_NARROW)
+def test_scan_of_codes_of_few_bits(backend, narrow, bits, dtype, monkeypatch):
+    size, rank, form = narrow
+    (branch, sketch, residual), (rows, _, *rest), latent = scan_case(size, rank, dtype, 1, jnp.bfloat16)
+    steps, code = whole_steps(bits, rank)
+    sketch = sketch / steps.std()
+    if form == NOT_READ:
+        branch, latent = branch[..., :0], rows.shape[-1]
+    numbers = [rows[..., latent:], steps, *rest]
+    contract(backend, monkeypatch, [branch, sketch, residual], [to_words(rows), code, *rest], numbers,
+             branch.shape[-1] + rank)  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["xla", *(pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS[1:])])

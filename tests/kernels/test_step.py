@@ -12,9 +12,9 @@ SPEC = dict(block=64, rank=8, budget=8, fetch=64, dtype=jnp.bfloat16, sketch_dty
 LENGTHS = np.array([140, 200])
 
 
-def serve(implementation):
+def serve(implementation, **changes):
     """Append two prompts, calibrate, and decode two tokens: the outputs, the statistics and the cache."""
-    spec = vj.CacheSpec(32, 16, 4, 48**-0.5, 256, implementation=implementation, **SPEC)
+    spec = vj.CacheSpec(32, 16, 4, 48**-0.5, 256, implementation=implementation, **SPEC | changes)
     draw = np.random.default_rng(0)
     rows, queries = draw.normal(size=(2, 200, 48)), draw.normal(size=(2, 66, 4, 48))
     cache = vj.append(spec, vj.init(spec, 2), jnp.asarray(rows), jnp.asarray(LENGTHS))
@@ -39,12 +39,19 @@ def test_a_cache_on_a_tpu_has_the_bytes_that_are_announced(changes, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, width", [("mosaic_tpu", 128), ("mosaic_gpu", 48)])
-def test_a_step_on_kernels_is_a_step_on_a_cpu(backend, width, monkeypatch):
-    expected, plain = serve("xla")
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_step_on_kernels_is_a_step_on_a_cpu(backend, width, bits, monkeypatch):
+    """With the paper's index, and with a balanced one of few bits."""
+    changes = {} if bits == 16 else {"index": "balanced", "index_bits": bits, "rank": 16}
+    expected, plain = serve("xla", **changes)
     with running(backend, monkeypatch):
-        outputs, cache = serve(backend)
+        outputs, cache = serve(backend, **changes)
     assert cache.archive.words.shape[2] == width and plain.archive.words.shape[2] == 48
-    assert (cache.index.code.shape[2] == 16 + 8) == (backend == "mosaic_tpu") and plain.index.code.shape[2] == 8
+    if bits == 16:
+        assert (cache.index.code.shape[2] == 16 + 8) == (backend == "mosaic_tpu") and plain.index.code.shape[2] == 8
+    else:
+        np.testing.assert_array_equal(cache.index.code, plain.index.code)
+        assert cache.index.code.dtype.itemsize * cache.index.code.shape[2] == 16 * bits // 8
     for part in ("tail", "tier1", "archive"):
         words = np.asarray(getattr(cache, part).words)
         np.testing.assert_array_equal(words[..., :48], getattr(plain, part).words, err_msg=part)

@@ -14,6 +14,13 @@ def test_what_a_device_stores_and_moves():
     assert account.layout("tpu", 32, 16, 8).row == 256
 
 
+def test_an_index_of_few_bits_and_no_branch():
+    for platform, bits, read in (("cuda", 8, 128), ("tpu", 8, 128), ("cuda", 4, 64), ("tpu", 4, 64)):
+        size = account.layout(platform, 512, 64, 128, kind="balanced", bits=bits)
+        assert account.scan(size, 1000) == account.scan_in_place(size, 1000) == 1000 * (read + 4 + 1 + 4)
+        assert size.maps == 4 * 576 * 576
+
+
 def test_passes_over_rows():
     assert account.attend(HOPPER, 1000) == 1_152_000
     assert account.scan(HOPPER, 1000) == 1000 * (128 + 128 + 4 + 1 + 4)  # the published 260, membership, and the margin
@@ -36,5 +43,7 @@ def test_the_published_account():
 
 def test_a_step_counts_its_tail_and_its_padding():
     parts = account.policy(TPU, archive=131072, tier1=4100, tail=4096, fetched=655)
-    assert list(parts.values()) == [4100 * 1280, 4096 * 1280, 131072 * 265, 1024 * 4 + 655 * 512, 655 * 8 * 1280]
+    assert list(parts.values()) == [
+        4100 * 1280, 4096 * 1280, 4 * 512 * 64, 131072 * 265, 1024 * 4 + 655 * 512, 655 * 8 * 1280,
+    ]  # fmt: skip
     assert account.dense(TPU, archive=131072, tail=4096) == 135168 * 1280
