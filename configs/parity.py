@@ -11,11 +11,10 @@ so only differences between our rows mean anything.
 
 Published (Kimi-Linear-48B-A3B, variant not stated): median |difference| .0079, floor .0068; at 512x 6/12 needles by
 eviction alone, 12/12 with recall; bits per byte .5881 -> .5885; MAUVE .999 -> .962 on 16 contexts.
-Seen on tiny_nope in a smaller run, not yet at this size (planned: six minutes on two quiet cores):
-floors of about .007 (other chunks) and .009 (other
-dtype); the policy an order above them, about .1 at every ratio: a small model spreads its attention on plain text over
-many rows, of which none outscores the attended ones, so recall brings back needles but not this. All needles at 512x
-with recall.
+Seen on tiny_nope, in six minutes on two cores: floors of .0075 (other chunks) and .0096 (other dtype); the policy an
+order above them, .13 to .14 at every ratio, and .02 to .03 bits per byte: a small model spreads its attention on plain
+text over many rows, of which none outscores the attended ones, so recall brings back needles but not this. At 512x no
+needle by eviction alone, all of them with recall.
 
 On the 48B model (rank 64, fetch 4096, block 4096): --config.checkpoint=DIR --config.other_weights_dtype=bfloat16
 --config.block=4096 --config.prefix=10240 --config.tokens=4096 --config.needle_prefix=16384 --config.context=6144
