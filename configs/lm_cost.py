@@ -10,7 +10,7 @@ Rows behind the cut stay attended, as in the paper, so that the cost is an avera
 Published, nats per token at 8x 32x 128x (Kimi-Linear-48B-A3B): two-tier .0011 .0018 .0022 (Base), .0048 .0124 .0141
 (Instruct); eviction only .0055 .0090 .0104 (Base), .0096 .0111 .0101 (Instruct); recent-only -.017 -.010 -.008
 (Instruct), that is, better than dense: plain text hardly tells the methods apart.
-Seen on tiny_nope, in two minutes on two cores: two-tier within .002 of dense at every ratio, eviction alone .004 to .011
+Seen on tiny_nope, in two minutes on two cores: two-tier within .002 of dense at any ratio, eviction alone .004 to .011
 better than dense, recent rows alone .018 to .024 better: what is left out was noise to a model that read 1152 tokens.
 
 On the 48B model (rank 64, fetch 4096, windows as published): --config.checkpoint=DIR --config.weights_dtype=bfloat16

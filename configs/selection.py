@@ -6,7 +6,7 @@ Needle trials (VestigeKV §6). Table `methods`: every selector on one model at 4
 controls on that model and on its twin with a rotated branch, three training seeds each, beside nuke, the leakage floor;
 and the order of the selectors on a third twin, with grouped-query attention. The twins read at most 1152 tokens in
 training: arms are compared at the longest prefix that all of them answer on validation needles (at most 2 of 24 of them
-lost), each as one block. A training seed whose folder is missing is left out, and the command that trains it is printed.
+lost), each as one block. A training seed whose folder is missing is left out, and the command that makes it printed.
 
 Published (arXiv 2609.03949): sigma at 8x 32x 128x 1.00 .88 .67 (Kimi-Linear-48B-A3B-Base, 4096 tokens), h2o and
 streaming 0, snapkv .33 .04 0, k-means at 2x 4x 8x .79 .33 0; dual arm at 32x .88-.89 without rotation, .08 on
