@@ -87,7 +87,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
             measure=lambda _, seen: measure(sizes, seen.latent_dim, seen.scale, seen.rows, seen.queries),
         )
         measured = Measured(run, found)
-        arms.finish(run, measured, estimates(measured, sizes, config.least_sink), lambda quantity, layer: None)
+        arms.finish(run, measured, estimates(measured, sizes), lambda quantity, layer: None)
         panels.draw(run.path("dividends.png"), figure(measured, sizes), f"Dividends, {config.prompts} texts")
 
 
@@ -158,7 +158,7 @@ def pages(sizes: Sizes, rows: Array, queries: Array) -> Array:
     return pruned(bounds, dot(asked, rows).max(-1)).mean()
 
 
-def estimates(measured: Measured, sizes: Sizes, least_sink: float) -> dict[str, Estimate]:
+def estimates(measured: Measured, sizes: Sizes) -> dict[str, Estimate]:
     """What the claims of a config may speak of."""
     labels = {PAGES: PAGES, MERGED: MERGED} | {name: name for name in SKETCH}
     for method in ("h2o", "snapkv"):
@@ -169,18 +169,15 @@ def estimates(measured: Measured, sizes: Sizes, least_sink: float) -> dict[str, 
         found |= {f"{label}, {arm}": measured.mean(arm, name) for arm in ("nope", "rope")}
         found[f"{label}, nope - rope"] = measured.difference(name)
     for arm in ("nope", "rope"):
-        found[f"sink mass, last over first octave, {arm}"] = sink(measured, sizes, arm, least_sink)
+        first, *_, last = sizes.octaves
+        found[f"sink mass, last octave, {arm}"] = measured.mean(arm, last)
+        found[f"sink mass, last over first octave, {arm}"] = measured.of(over, (arm, last), (arm, first))
     return found
 
 
-def sink(measured: Measured, sizes: Sizes, arm: str, least: float) -> Estimate:
-    """Mass on the first rows in the last octave of positions over that in the first, each the mean over layers."""
-    first, *_, last = sizes.octaves
-    ratio = measured.of(lambda a, b: a.mean((-2, -1)) / b.mean((-2, -1)), (arm, last), (arm, first))
-    mass = measured.mean(arm, last)
-    if not ratio.unusable and mass.value < least:
-        return dataclasses.replace(ratio, unusable=f"no sink: the first {sizes.sinks} rows get {mass.value:.3f}")
-    return ratio
+def over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The ratio of two quantities [..., prompts, layers], each the mean over prompts and layers."""
+    return one.mean((-2, -1)) / other.mean((-2, -1))
 
 
 def figure(measured: Measured, sizes: Sizes) -> list[panels.Panel]:

@@ -43,7 +43,7 @@ def write(run: Run, config: ml_collections.ConfigDict) -> None:
     rows = list(run.rows)
     summary, programs = list(summarise(rows)), list(details(rows, config.block))
     columns = ("device", *COLUMNS, *index_columns(summary))
-    run.write_csv("summary.csv", ({"device": config.device, **row} for row in summary), columns)
+    run.write_csv("summary.csv", (dict.fromkeys(columns) | {"device": config.device} | row for row in summary), columns)
     run.write_csv("programs.csv", programs, PROGRAMS)
     plot(run.path("bench.png"), summary, config)
     print("\n".join(screen(summary, programs, config)))

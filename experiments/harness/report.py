@@ -36,16 +36,17 @@ def write(out: pathlib.Path, drivers: Sequence[str], path: pathlib.Path, failed:
 
 
 def publish(out: pathlib.Path, drivers: Sequence[str], path: pathlib.Path, failed: Failed | None = None) -> None:
-    """The same report at `path`, its figures and summaries copied into figures/ beside it."""
-    folder = path.parent / "figures"
+    """The same report at `path`, its figures and summaries copied into a folder of figures/ beside it."""
+    folder = path.parent / "figures" / path.stem.lower()
     folder.mkdir(parents=True, exist_ok=True)
 
     def take(figure: pathlib.Path) -> str:
         name = figure.name if figure.stem.startswith(figure.parent.name) else f"{figure.parent.name}-{figure.name}"
         shutil.copyfile(figure, folder / name)
-        return f"figures/{name}"
+        return (folder / name).relative_to(path.parent).as_posix()
 
-    text = page(out, drivers, take, "figures/DRIVER.summary.csv and figures/DRIVER.claims.csv", failed or {})
+    where = folder.relative_to(path.parent).as_posix()
+    text = page(out, drivers, take, f"{where}/DRIVER.summary.csv and {where}/DRIVER.claims.csv", failed or {})
     for driver in drivers:
         for table in ("summary.csv", "claims.csv"):
             if (out / driver / table).exists():

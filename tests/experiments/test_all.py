@@ -52,9 +52,9 @@ def test_published_report_brings_its_figures(finished):
     path = finished / "elsewhere" / "REPORT.md"
     path.parent.mkdir()
     report.publish(finished, ["needle"], path)
-    assert "![needle](figures/needle.png)" in path.read_text()
-    assert (path.parent / "figures" / "needle.png").read_bytes() == b"a figure"
-    assert (path.parent / "figures" / "needle.summary.csv").exists()
+    assert "![needle](figures/report/needle.png)" in path.read_text()
+    assert (path.parent / "figures" / "report" / "needle.png").read_bytes() == b"a figure"
+    assert (path.parent / "figures" / "report" / "needle.summary.csv").exists()
 
 
 def test_overrides_reach_the_driver():

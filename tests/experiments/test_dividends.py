@@ -91,12 +91,15 @@ def test_every_claim_is_judged(finished):
     assert_allclose(float(rows["Quest prunes more pages without rotation"]["ours"]), gap, atol=1e-5)
 
 
-def test_without_a_sink_its_stability_cannot_be_told():
+def test_a_sink_and_its_stability_are_two_numbers():
     measured = dividends.Measured(ConfigDict(dict(rows=[])), {})
-    masses = zip(sizes().octaves, (0.4, 0.3, 0.2), strict=True)
-    measured.cells = {("nope", name): np.full((2, 2), mass) for name, mass in masses}
-    assert dividends.sink(measured, sizes(), "nope", 0.1).value == 0.5
-    assert dividends.sink(measured, sizes(), "nope", 0.3).unusable == "no sink: the first 4 rows get 0.200"
+    names = [*sizes().overlaps("h2o"), *sizes().overlaps("snapkv")]
+    masses = dict(zip(sizes().octaves, (0.4, 0.3, 0.2), strict=True)) | dict.fromkeys((*names, *dividends.SKETCH), 0.0)
+    masses |= {dividends.PAGES: 0.0, dividends.MERGED: 0.0}
+    measured.cells = {(arm, name): np.full((2, 2), mass) for name, mass in masses.items() for arm in ("nope", "rope")}
+    found = dividends.estimates(measured, sizes())
+    assert found["sink mass, last octave, nope"].value == pytest.approx(0.2)
+    assert found["sink mass, last over first octave, nope"].value == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
