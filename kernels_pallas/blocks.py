@@ -111,11 +111,11 @@ def xla_chunks(batch: int, slots: int, numbers: int, queries: int) -> tuple[int,
     """
     if device().platform != "cpu" or queries > XLA.few:
         return batch, (min(XLA.rows, slots),)
-    if batch * slots * numbers <= XLA.numbers:
-        return batch, (slots,)
     least, most = min(XLA.least, slots), _power_of_two(XLA.numbers // max(numbers, 1))
     group = batch if batch * min(slots, XLA.least) <= most else 1
     size = min(_power_of_two(max(most // group, 1)), _power_of_two(slots - 1))
+    if group == batch and slots - size < least:
+        return batch, (slots,)
     return group, (size, least) if size > least else (least,)
 
 

@@ -27,7 +27,7 @@ class Program(NamedTuple):
 
 
 def alternate(programs: Sequence[Program], *, rounds: int, seconds: float) -> dict[str, np.ndarray]:
-    """Seconds per step of every program, one sample a round; each round begins with another program.
+    """Seconds per step of every program, one sample a round, in an order of the round's own: what ran before counts.
 
     At least 3 rounds and at most `rounds`; no new one once `seconds` have passed.
     """
@@ -37,8 +37,8 @@ def alternate(programs: Sequence[Program], *, rounds: int, seconds: float) -> di
     for i in range(rounds):
         if i >= 3 and time.perf_counter() - start > seconds:
             break
-        turn = i % len(programs)
-        for program in (*programs[turn:], *programs[:turn]):
+        for turn in np.random.default_rng(i).permutation(len(programs)):
+            program = programs[turn]
             n = calls[program.name]
             samples[program.name].append(_timed(program, n) / (n * program.inner))
     return {name: np.asarray(values) for name, values in samples.items()}

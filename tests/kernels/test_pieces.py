@@ -53,7 +53,7 @@ def test_chunks_of_plain_xla_on_a_cpu():
     assert blocks.xla_chunks(16, 4096, 576, 32) == (1, (1024, 128))  # one after another
     assert blocks.xla_chunks(16, 4096, 48, 32) == (16, (512, 128))  # narrow rows: together
     assert blocks.xla_chunks(1, 64, 576, 32) == (1, (64,))
-    assert blocks.xla_chunks(1, 1028, 576, 32) == (1, (1028,))  # few enough to be one
+    assert blocks.xla_chunks(1, 1028, 576, 32) == (1, (1028,))  # too little is left over
     assert blocks.xla_chunks(4, 4096, 576, 4096) == (4, (1024,))  # many queries
 
 
