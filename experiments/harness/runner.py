@@ -143,7 +143,10 @@ class Run:
         return self.rows.done(*key)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it is on the disk when this returns."""
+        """Write one row; it is on the disk when this returns. The first also says where and with what it was made."""
+        if self._start:
+            write_json(self.path("meta.json"), self._start)
+            self._start = None
         self.rows.add(row)
 
     def todo(self, keys: Iterable[tuple], label: str = "") -> Iterator[tuple]:
@@ -181,7 +184,8 @@ class Run:
         changes = differences(meta, facts)
         if changes:
             raise UserError(f"{self.folder} was made by another run ({'; '.join(changes)}): choose another --out")
-        write_json(path, {**meta, "starts": [*meta["starts"], provenance()]})
+        write_json(path, meta)
+        self._start = {**meta, "starts": [*meta["starts"], provenance()]}
 
 
 def identity(config: ml_collections.ConfigDict, text: str, seeds: Sequence[int]) -> dict[str, Any]:

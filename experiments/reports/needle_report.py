@@ -13,7 +13,7 @@ from experiments.harness.stats import wilson
 
 MEANS = ("attended", "fetched_per_step", "fire_rate", "overflow")
 CELL = ("trials", "dropped", "intact", "lo", "hi", "exact", *MEANS)
-COLUMNS = ("method", "ratio", "prefix", *CELL, "published")
+COLUMNS = ("method", "ratio", "prefix", *CELL)
 GRID_COLUMNS = ("method", "ratio", "prefix", "depth", *CELL)
 ORDER = ("ratio", "method", "prefix", "depth")
 MOST_DROPPED = 2 / 24
@@ -28,8 +28,10 @@ Rows = Sequence[Mapping[str, Any]]
 def write(run: Run, config: ml_collections.ConfigDict) -> None:
     """summary.csv and needle.png, the grid where there is one, and the table on the screen."""
     rows = list(run.rows)
-    summary = [cell | {"published": _published(cell)} for cell in summarise(rows, COLUMNS[:3])]
+    summary = list(summarise(rows, COLUMNS[:3]))
     run.write_csv("summary.csv", summary, COLUMNS)
+    beside = [cell | {"published": _published(cell)} for cell in summary]
+    run.write_csv("table.csv", beside, (*COLUMNS, "published"))
     bars = [cell for cell in summary if cell["method"] != "dense" and cell["prefix"] == max(config.prefixes)]
     if bars:
         trials = max(cell["trials"] for cell in bars)

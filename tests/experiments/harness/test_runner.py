@@ -135,7 +135,9 @@ def test_help_names_the_flags(capsys):
 
 
 def test_meta_says_what_was_run(tmp_path):
-    with Run(tmp_path / "run", config(), key=KEY, text="abc", seeds=[11, 12]):
+    with Run(tmp_path / "run", config(), key=KEY, text="abc", seeds=[11, 12]) as run:
+        assert json.loads((tmp_path / "run" / "meta.json").read_text())["starts"] == []  # nothing was made yet
+        run.add({"method": "sigma", "trial": 1, "nll": 0.5})
         meta = json.loads((tmp_path / "run" / "meta.json").read_text())
     assert meta["config"] == {"seed": 0, "index": {"rank": 8}, "methods": ["sigma", "norm"]}
     assert (meta["text_hash"], meta["seeds"]) == ("abc", [11, 12])
@@ -198,12 +200,12 @@ def test_todo_skips_what_is_done(tmp_path):
         assert list(run.todo([("sigma", 0), ("sigma", 1), ("norm", 0)])) == [("sigma", 0), ("norm", 0)]
 
 
-def test_a_second_start_adds_nothing_and_is_recorded(tmp_path):
+def test_a_second_start_adds_nothing_and_made_nothing(tmp_path):
     for _ in range(2):
         with Run(tmp_path, config(), key=KEY) as run:
             finish(run)
     assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 4
-    assert len(json.loads((tmp_path / "meta.json").read_text())["starts"]) == 2
+    assert len(json.loads((tmp_path / "meta.json").read_text())["starts"]) == 1
 
 
 KILLED = """
