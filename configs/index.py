@@ -33,7 +33,9 @@ def get_config() -> ConfigDict:
     config.twin = "vestige_jax/checkpoints/tiny_rope"  # the same recipe with a rotated branch; empty: no twin
     config.gqa = ""  # no twin of this kind
     config.training_seeds = (0, 1, 2)  # those whose checkpoint is there
-    config.grid_seeds = (0,)  # of which every index is measured; of the others the two that the claims compare
+    config.grid_seeds = (0,)  # every index and ablation; of the others the two indexes that the claims compare
+        0,
+    )  # of which every index and ablation is measured; of the others the two that the claims compare
     config.text = config_dict.placeholder(str)  # file or folder of other text, in place of prose
     config.other_text = "code"  # the standard library's source; or a file or folder
     config.seed = 0
@@ -55,7 +57,7 @@ def get_config() -> ConfigDict:
     config.candidate_bits = 4
     config.candidate_target = 0.95  # of recall: it fires less than the paper's at the same one; see above
     config.sketch_ranks = (8, 16)
-    config.balanced_ranks = (8, 16, 24)
+    config.balanced_ranks = (16, 24)
     config.bits = (16, 8, 4)
     config.shrinkage = 0.01
     config.fetch = 1024

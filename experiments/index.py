@@ -12,7 +12,7 @@ import pathlib
 import ml_collections
 
 from configs import index as index_config
-from experiments.harness import twins
+from experiments.harness import programs, twins
 from experiments.harness.checkpoints import checkpoint_folder
 from experiments.harness.runner import Run, launch, reading_input
 from experiments.harness.twins import Twin
@@ -33,6 +33,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
         for twin in lab.present:
             lab.load(twin)
             for kind in lab.workloads:
+                programs.drop_many()
                 workload = lab.answered(run, twin, kind)
                 if workload:
                     label = f"{twin.name}, {workload.name}"
@@ -113,7 +114,8 @@ class Lab:
         """What an index has to look at, on the rows and queries of held-out text."""
         facts = {"arm": twin.arm, "weights": twin.weights}
         long = (twin.arm, twin.seed) == ("nope", 0)
-        index_ablations.fill(run, self.config, twin.name, facts, self.cells, long=long)
+        if twin.seed in self.config.grid_seeds:
+            index_ablations.fill(run, self.config, twin.name, facts, self.cells, long=long)
 
     def _check_layouts(self) -> None:
         """What cannot be run is said before anything is: every workload under every index, on the first twin."""
