@@ -34,8 +34,6 @@ def get_config() -> ConfigDict:
     config.gqa = ""  # no twin of this kind
     config.training_seeds = (0, 1, 2)  # those whose checkpoint is there
     config.grid_seeds = (0,)  # every index and ablation; of the others the two indexes that the claims compare
-        0,
-    )  # of which every index and ablation is measured; of the others the two that the claims compare
     config.text = config_dict.placeholder(str)  # file or folder of other text, in place of prose
     config.other_text = "code"  # the standard library's source; or a file or folder
     config.seed = 0
