@@ -1,16 +1,16 @@
-"""Summary, claims, tables and the frontier of the index experiment."""
+"""Summary, claims and tables of the index experiment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 import numpy as np
-from matplotlib.figure import Figure
 
-from experiments.harness import claims, paired, plots, tables
+from experiments.harness import claims, paired, tables
 from experiments.harness.claims import Estimate
 from experiments.harness.runner import Run
 from experiments.harness.twins import Twin
+from experiments.reports import index_figure
 from experiments.trials import index_grid
 from experiments.trials.index_ablations import TABLE as ABLATION
 from experiments.trials.index_grid import Kind
@@ -40,7 +40,7 @@ def write(run: Run, config: ml_collections.ConfigDict, family: Sequence[Twin]) -
     ablations = [cell | {"variant": cell["index"]} for cell in summarise([r for r in rows if r["kind"] == ABLATION])]
     run.write_csv("summary.csv", summary, COLUMNS)
     run.write_csv("ablations.csv", ablations, ABLATION_COLUMNS)
-    draw(run, config, summary)
+    index_figure.draw(run, config, list(_figure(measured, config, family)))
     print(tables.render([_line(cell) for cell in summary], (*PLACE, *SHOWN)))
     print("\n" + tables.render(ablations, ABLATION_COLUMNS) + "\n\n" + LEGEND)
     for twin in family:
@@ -51,13 +51,20 @@ def write(run: Run, config: ml_collections.ConfigDict, family: Sequence[Twin]) -
     print(f"\n{claims.write(run, config.claims, estimates(measured, config))}")
 
 
-def summarise(rows: Rows) -> Iterator[dict[str, Any]]:
+def summarise(rows: Rows, place: Sequence[str] = PLACE) -> Iterator[dict[str, Any]]:
     """A cell for each index, ratio and workload of an arm, over all of its checkpoints."""
     groups: dict[tuple, list] = {}
     for row in rows:
-        groups.setdefault(tuple(row[field] for field in PLACE), []).append(row)
-    for place, group in groups.items():
-        yield dict.fromkeys(COLUMNS) | dict(zip(PLACE, place, strict=True)) | _cell(group)
+        groups.setdefault(tuple(row[field] for field in place), []).append(row)
+    for values, group in groups.items():
+        yield dict.fromkeys(COLUMNS) | dict(zip(place, values, strict=True)) | _cell(group)
+
+
+def _figure(rows: Rows, config: ml_collections.ConfigDict, family: Sequence[Twin]) -> Iterator[dict[str, Any]]:
+    """Cells of the checkpoints on which every index was measured, by kind of workload."""
+    whole = {twin.name for twin in family if twin.seed in config.grid_seeds}
+    rows = [row for row in rows if row["checkpoint"] in whole]
+    return summarise(rows, tuple("kind" if field == "workload" else field for field in PLACE))
 
 
 def _cell(rows: Rows) -> dict[str, Any]:
@@ -138,64 +145,13 @@ def _compare(first: np.ndarray, second: np.ndarray, why: str) -> Estimate:
 
 
 def _of(rows: Rows, kind: Kind, ratio: int) -> Rows:
-    return [row for row in rows if _kind(row) == kind and row["ratio"] == ratio]
-
-
-def _kind(row: Mapping[str, Any]) -> Kind:
-    return Kind(*(row[field] for field in ("index", "rank", "bits", "target")))
+    return [row for row in rows if index_grid.kind_of(row) == kind and row["ratio"] == ratio]
 
 
 def _unanswered(rows: Rows, config: ml_collections.ConfigDict) -> Iterator[tuple[str, str]]:
     done = {(row["arm"], row["kind"]) for row in rows if not row["workload"].startswith("reach")}
     for arm in dict.fromkeys(row["arm"] for row in rows):
         yield from ((arm, kind) for kind in config.workloads if (arm, kind) not in done)
-
-
-def draw(run: Run, config: ml_collections.ConfigDict, summary: Rows) -> None:
-    """index.png: hard recall over bytes at the first ratio, a row of panels for each arm, one for each workload."""
-    cells = [c for c in summary if c["ratio"] == config.ratios[0] and c["hard_recall"] is not None]
-    arms, works = (list(dict.fromkeys(cell[field] for cell in cells)) for field in ("arm", "workload"))
-    if not cells:
-        return
-    figure = Figure(figsize=(0.8 + 2.3 * len(works), 1.2 + 2.2 * len(arms)), layout="constrained")
-    panels = figure.subplots(len(arms), len(works), sharey=True, squeeze=False)
-    for i, arm in enumerate(arms):
-        for panel, work in zip(panels[i], works, strict=True):
-            here = [cell for cell in cells if (cell["arm"], cell["workload"]) == (arm, work)]
-            _frontier(panel, here, config)
-            panel.set_title(f"{work}, {arm}", fontsize=8, color=plots.INK)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False, labelcolor=plots.INK)
-    figure.supxlabel("bytes per archived row: index, tier 1 and fetches", fontsize=9, color=plots.INK)
-    figure.supylabel("hard recall, 95% interval", fontsize=9, color=plots.INK)
-    plots.save(figure, run.path("index.png"))
-
-
-def _frontier(panel, cells: Rows, config: ml_collections.ConfigDict) -> None:
-    paper, candidate = index_grid.reference(config), index_grid.candidate(config)
-    lines = {
-        f"{name}, {bits} bits": [c for c in cells if (c["index"], c["bits"], c["target"]) == (name, bits, paper.target)]
-        for name in ("sketch", "balanced")
-        for bits in (16, 8, 4)
-    }
-    if candidate.target != paper.target:
-        label = f"balanced, rank {candidate.rank}, target {candidate.target:g}"
-        lines[label] = [c for c in cells if c["index"] == candidate.index and c["target"] == candidate.target]
-    for colour, (label, line) in zip((*plots.COLOURS, plots.INK), lines.items(), strict=False):
-        if line:
-            _line_of(panel, sorted(line, key=lambda cell: cell["bytes_per_row"]), color=colour, label=label)
-    for cell in cells:
-        if _kind(cell) == paper:
-            panel.plot(cell["bytes_per_row"], cell["hard_recall"], "D", markersize=8, color=plots.INK, label="paper",
-                       markerfacecolor="none")  # fmt: skip
-            panel.axvline(cell["bytes_per_row"] / 2, color=plots.GREY, linewidth=1, linestyle=":")
-    plots.clean(panel)
-
-
-def _line_of(panel, line: Rows, **style) -> None:
-    x, y = ([cell[field] for cell in line] for field in ("bytes_per_row", "hard_recall"))
-    error = np.array([[c["hard_recall"] - c["hard_lo"], c["hard_hi"] - c["hard_recall"]] for c in line]).T
-    panel.errorbar(x, y, np.abs(error), fmt="o-", markersize=4, **style)
 
 
 SHOWN = ("trials", "intact", "95%", "hard_recall", "fetched", "fired", "overflow", "delta_nats", "bytes", "bytes_ratio")

@@ -68,6 +68,11 @@ def reference(config: ml_collections.ConfigDict) -> Kind:
     return Kind("sketch", config.paper_rank, 16)
 
 
+def kind_of(row: Mapping[str, Any]) -> Kind:
+    """The kind of index that a row or cell is about."""
+    return Kind(*(row[field.name] for field in dataclasses.fields(Kind)))
+
+
 def candidate(config: ml_collections.ConfigDict) -> Kind:
     """The index that the claims are about, named before any run."""
     return Kind("balanced", config.candidate_rank, config.candidate_bits, config.candidate_target)
