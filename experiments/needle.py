@@ -20,6 +20,7 @@ from experiments.text import needles
 from experiments.trials import needle_batch
 from experiments.trials.cells import Cells
 from experiments.trials.needle_batch import Batch
+from experiments.trials.sheets import judge
 from vestige_jax import baselines
 
 KEY = ("prefix", "depth", "method", "ratio", "trial")
@@ -33,23 +34,15 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     with Run(out, lab.identity, key=KEY, text=lab.cells.prose.hash, seeds=[config.seed]) as run:
         dense = {place(row): row["nll"] for row in run.rows if row["method"] == "dense"}
         for key in run.todo(lab.plan(), label="needle"):
-            if run.done(*key):  # measured with another trial of its batch
-                continue
             for row in lab.measure(key):
                 base = dense.setdefault(place(row), row["nll"])  # dense is the first cell of every batch
-                if not run.done(*(row[field] for field in KEY)):
-                    run.add(judge(row, base))
+                run.add(judge(row, base))
         needle_report.write(run, config)
 
 
 def place(row: dict[str, Any]) -> tuple:
     """Which trial a row is of."""
     return row["prefix"], row["depth"], row["trial"]
-
-
-def judge(row: dict[str, Any], base: float) -> dict[str, Any]:
-    """The row and its verdict: intact if it costs less than a nat over dense, dropped where dense itself fails (§6)."""
-    return row | {"nll_dense": base, "intact": row["nll"] - base < 1.0, "dropped": base >= 1.0}
 
 
 class Lab:

@@ -13,7 +13,6 @@ from typing import Any
 import ml_collections
 
 from configs import parity as parity_config
-from experiments import needle
 from experiments.harness.checkpoints import fingerprint
 from experiments.harness.runner import Run, launch, reading_input
 from experiments.reports import parity_report
@@ -22,6 +21,7 @@ from experiments.trials import needle_batch, parity_parts
 from experiments.trials.cells import Cells
 from experiments.trials.needle_batch import Batch
 from experiments.trials.parity_parts import CHUNKS, DENSE, DTYPE, RESAMPLED, TEXT
+from experiments.trials.sheets import judge
 
 KEY = ("part", "side", "ratio", "trial")
 POLICY, EVICTION = "vestige", "sigma"
@@ -32,13 +32,10 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     with Run(out, lab.identity, key=KEY, text=lab.cells.prose.hash, seeds=[config.seed]) as run:
         dense = {row["trial"]: row["nll"] for row in run.rows if (row["part"], row["side"]) == ("needle", DENSE)}
         for key in run.todo(lab.plan(), label="parity"):
-            if run.done(*key):  # measured with another trial of its batch
-                continue
             for row in lab.measure(key):
                 if row["part"] == "needle":
-                    row = needle.judge(row, dense.setdefault(row["trial"], row["nll"]))  # dense is the first side
-                if not run.done(*(row[field] for field in KEY)):
-                    run.add(row)
+                    row = judge(row, dense.setdefault(row["trial"], row["nll"]))  # dense is the first side
+                run.add(row)
         parity_report.write(run, config)
 
 

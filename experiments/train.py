@@ -318,8 +318,7 @@ class _Log:
         tqdm.tqdm.write(f"step {step}, {card.cell(values)}: {card.phrase(values)}")
 
     def _add(self, row: dict[str, Any]) -> None:
-        if not self._run.done(row["step"], row["kind"]):
-            self._run.add({**row, "seconds": round(self._before + time.monotonic() - self._started, 1)})
+        self._run.add({**row, "seconds": round(self._before + time.monotonic() - self._started, 1)})
 
 
 def check_finite(step: int, values: Mapping[str, float]) -> None:

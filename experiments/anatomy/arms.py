@@ -133,9 +133,7 @@ def collect(
         for place in itertools.product([prompt], [name], arm.layers, quantities)
     ]
     seen: tuple[tuple, dissection.Anatomy] | None = None
-    for prompt, name, *key in run.todo(plan, label=pathlib.Path(run.folder).name):
-        if run.done(prompt, name, *key):  # measured with another layer or quantity of its text
-            continue
+    for prompt, name, *_ in run.todo(plan, label=pathlib.Path(run.folder).name):
         arm = found[name]
         if seen is None or seen[0] != (prompt, arm.folder):
             seen = (prompt, arm.folder), dissection.dissect(arm.model, ids(arm, prompt), positions)
@@ -145,9 +143,8 @@ def collect(
 
 
 def add(run: Run, key: tuple, value: float) -> None:
-    """One row, unless it is known."""
-    if not run.done(*key):
-        run.add(dict(zip(KEY, key, strict=True)) | {"value": float(value)})
+    """One row."""
+    run.add(dict(zip(KEY, key, strict=True)) | {"value": float(value)})
 
 
 class Measured:

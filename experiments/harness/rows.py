@@ -39,6 +39,10 @@ class Rows:
             raise ValueError(f"a key has the fields {self.key}, got {key}")
         return key in self._rows
 
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row with this one's key is known. Raises ValueError on a missing key field."""
+        return self._key(row) in self._rows
+
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row. Raises ValueError on a missing key field, a key that is known, or a number not finite."""
         line = _dumps(row)

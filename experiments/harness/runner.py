@@ -143,19 +143,28 @@ class Run:
         return self.rows.done(*key)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it is on the disk when this returns. The first also says where and with what it was made."""
+        """Write one row; it is on the disk when this returns. One that is known already stays as it is.
+
+        The first of a start also says where and with what it was made.
+        """
+        if self.rows.holds(row):
+            return
         if self._start:
             write_json(self.path("meta.json"), self._start)
             self._start = None
         self.rows.add(row)
 
     def todo(self, keys: Iterable[tuple], label: str = "") -> Iterator[tuple]:
-        """The keys whose row is missing, behind a progress bar that counts them all."""
+        """The keys whose row is missing when their turn comes, behind a progress bar that counts them all.
+
+        What is measured for one key may give the rows of others, as a batch gives those of all its trials.
+        """
         keys = list(keys)
         missing = [key for key in keys if not self.done(*key)]
         with tqdm.tqdm(total=len(keys), initial=len(keys) - len(missing), desc=label, smoothing=0) as bar:
             for key in missing:
-                yield key
+                if not self.done(*key):
+                    yield key
                 bar.update()
 
     def path(self, name: str) -> pathlib.Path:

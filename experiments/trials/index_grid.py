@@ -112,8 +112,6 @@ class Grid:
         asked: tuple[Batch, held_out.Asked] | None = None
         dense = {row["trial"]: row["nll"] for row in self.rows(run) if row["index"] == "dense"}
         for key in run.todo(self.plan(), label=label):
-            if run.done(*key):  # measured with another trial of its batch
-                continue
             batch, kind, ratio = self._find(key)
             if kind != DENSE and (asked is None or asked[0] is not batch):
                 asked = batch, self._ask(batch)
@@ -121,8 +119,7 @@ class Grid:
             for (_, trial), asks, row in zip(batch.places, batch.trials, measured, strict=False):
                 name = self._key(kind, ratio, trial)
                 row = self._judge(row, dense.setdefault(trial, row["nll"])) | {"scored": len(asks.answer)}
-                if not run.done(*name):
-                    run.add(dict(zip(KEY, name, strict=True)) | dict(self.facts) | row)
+                run.add(dict(zip(KEY, name, strict=True)) | dict(self.facts) | row)
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """What the run knows of this workload on this checkpoint."""

@@ -49,8 +49,6 @@ class Listening:
         """Measures what the run lacks."""
         asked: tuple[tuple, held_out.Asked] | None = None
         for key in run.todo(self.plan(), label=f"{self.name}, {TABLE}"):
-            if run.done(*key):  # measured with another sequence of its batch
-                continue
             i, after, column = self._find(key)
             spec, state = self._compressed(i, column)
             if asked is None or asked[0] != (i, after.name):
@@ -58,8 +56,7 @@ class Listening:
             measured = held_out.measure(spec, state, asked[1], self.tops)
             for (_, trial), row in zip(self.batches[i].places, measured, strict=False):
                 name = self._key(self.batches[i], after, column, trial)
-                if not run.done(*name):
-                    run.add(dict(zip(run.rows.key, name, strict=True)) | row)
+                run.add(dict(zip(run.rows.key, name, strict=True)) | row)
 
     def _compressed(self, i: int, column: Column) -> tuple[CacheSpec, DecoderState]:
         spec, state = self.cells.compressed(column.spec, self.batches[i], column.method, column.ratio, self.seed)

@@ -57,17 +57,14 @@ class Sheet:
         """Measures what the run lacks; a row is written as soon as its batch is known."""
         dense: dict[int, float] = {}
         for key in run.todo(self.plan(), label=label):
-            if run.done(*key):  # measured with another trial of its batch
-                continue
-            for name, row in self._measure(key, run, dense):
-                if not run.done(*name):
-                    run.add(row)
+            for row in self._measure(key, run, dense):
+                run.add(row)
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """What the run knows of this sheet."""
         return [row for row in run.rows if all(row[field] == value for field, value in self.place.items())]
 
-    def _measure(self, key: tuple, run: Run, dense: dict[int, float]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    def _measure(self, key: tuple, run: Run, dense: dict[int, float]) -> Iterator[dict[str, Any]]:
         batch, column = next(
             (batch, column)
             for batch in self.batches
@@ -77,9 +74,8 @@ class Sheet:
         self._recall_dense(run, dense)
         for (_, trial), row in zip(batch.places, self._column(batch, column), strict=True):
             base = dense.setdefault(trial, row["nll"])  # dense is the first column
-            name = self._key(column, trial)
             fields = dict(self.place) | dict(column.fields) | {"trial": trial} | dict(self.facts)
-            yield name, fields | judge(row, base, self.below)
+            yield fields | judge(row, base, self.below)
 
     def _recall_dense(self, run: Run, dense: dict[int, float]) -> None:
         """What an earlier run knew of the dense column."""
@@ -99,7 +95,7 @@ class Sheet:
         return (*self.place.values(), *column.fields.values(), trial)
 
 
-def judge(row: Mapping[str, Any], base: float, below: float) -> dict[str, Any]:
+def judge(row: Mapping[str, Any], base: float, below: float = 1.0) -> dict[str, Any]:
     """The row and its verdict: intact within a nat of dense, dropped where dense itself costs `below` or more (§6)."""
     return dict(row) | {"nll_dense": base, "intact": row["nll"] - base < 1.0, "dropped": base >= below}
 

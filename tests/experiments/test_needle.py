@@ -18,7 +18,6 @@ from configs import needle as needle_config
 from configs import needle_grid, needle_unseen
 from experiments import needle
 from experiments.harness.rows import UserError
-from experiments.reports import needle_report
 from experiments.text import needles, vocabulary
 from experiments.trials import needle_batch, serving
 from vestige_jax import baselines, generation, models
@@ -243,110 +242,6 @@ def test_methods_are_served_under_specs_of_one_layout():
     assert (dense.recall, dense.activation) == ("none", 201)  # longer than a sequence can be: always dense
     assert alone == dataclasses.replace(spec, recall="none")
     assert both == spec
-
-
-def tiny_batch():
-    """Two trials of 3 + 1 and 2 + 2 tokens behind a prefix of 4."""
-
-    def trial(question, answer, span):
-        return needles.Trial(np.arange(4), np.array(question), np.array(answer), span, (span,), "Ann", "12")
-
-    trials = [(("0-1", 0), trial([5, 6, 7], [8], (1, 3))), (("0-1", 1), trial([5], [8, 9], (0, 1)))]
-    [batch] = needle_batch.batches(4, trials, 8)
-    return batch
-
-
-def test_masks_of_a_batch():
-    batch = tiny_batch()
-    assert_array_equal(batch.tokens, [[5, 6, 7, 8], [5, 8, 9, 0]])
-    assert_array_equal(batch.steps.T, [[1, 1, 1], [1, 1, 0]])
-    assert_array_equal(batch.answers, [[0, 0, 1], [1, 1, 0]])
-    assert_array_equal(batch.spans, [[0, 1, 1, 0], [1, 0, 0, 0]])
-
-
-def test_the_answer_alone_is_scored():
-    forced = SimpleNamespace(
-        logprob=np.array([[-9, -9, -0.5], [-0.25, -1, -9]]), greedy=np.array([[0, 0, 8], [8, 0, 0]])
-    )
-    measured = needle_batch.answered(tiny_batch(), forced)
-    assert_allclose(measured["nll"], [0.5, 1.25])
-    assert_array_equal(measured["exact"], [True, False])
-
-
-def test_traffic_is_averaged_over_the_steps_of_each_trial():
-    fetched = np.array([[[3, 1]], [[0, 0]], [[6, 99]]])  # [L - 1, layers, B]; the second trial has two steps
-    same = dict.fromkeys(("attended", "overflowed", "gate", "clamped"), np.zeros((3, 1, 2)))
-    forced = SimpleNamespace(stats=SimpleNamespace(fetched=fetched, fired=fetched, **same))
-    spec = SimpleNamespace(recall="certified")
-    measured = needle_batch.traffic(spec, tiny_batch(), forced)
-    assert_allclose(measured["fetched_per_step"], [3, 0.5])
-    assert_allclose(measured["fire_rate"], [2 / 3, 1 / 2])
-    assert needle_batch.traffic(SimpleNamespace(recall="none"), tiny_batch(), forced)["fire_rate"].sum() == 0
-
-
-def test_the_last_batch_is_filled_up():
-    trial = tiny_batch().trials[0]
-    parts = list(needle_batch.batches(4, [(("0-1", i), trial) for i in range(5)], 2))
-    assert [len(part.places) for part in parts] == [2, 2, 1]
-    assert [len(part.trials) for part in parts] == [2, 2, 2]
-
-
-def test_where_a_needle_was_by_layer():
-    batch = tiny_batch()  # spans: rows 1, 2 of trial 0, row 0 of trial 1
-    kept = [[[0, 1, 0, 1], [1, 1, 1, 0]], [[1, 1, 1, 0], [0, 0, 0, 0]]]  # [layers, B, A]
-    state = SimpleNamespace(caches=[SimpleNamespace(archive=SimpleNamespace(kept=np.array(k, bool))) for k in kept])
-    fetched = np.zeros((3, 2, 2, 4), bool)  # [L - 1, layers, B, A]
-    fetched[0, 0, 0, 2] = fetched[2, 1, 0, 1] = fetched[2, 1, 0, 2] = True
-    fetched[2, 0, 1, 0] = True  # a step that trial 1 did not take
-    forced = SimpleNamespace(stats=SimpleNamespace(rows=fetched))
-    spec = SimpleNamespace(activation=0, capacity=9)
-    measured = needle_batch.found(spec, batch, state, forced)
-    assert_allclose(measured["needle_kept"], [[0.5, 1], [1, 0]])  # [B, layers]
-    assert_allclose(measured["needle_fetched"], [[0.5, 1], [0, 0]])
-    assert needle_batch.found(SimpleNamespace(activation=10, capacity=9), batch, state, forced) == {}
-
-
-def test_verdicts():
-    assert needle.judge({"nll": 1.4}, 0.5) == {"nll": 1.4, "nll_dense": 0.5, "intact": True, "dropped": False}
-    assert not needle.judge({"nll": 1.6}, 0.5)["intact"]
-    assert needle.judge({"nll": 0.1}, 1.0)["dropped"]
-
-
-def cell_of(dropped, intact=12, trials=24):
-    same = dict.fromkeys(needle_report.MEANS, 0.5)
-    rows = [dict(dropped=i < dropped, intact=i >= trials - intact, exact=True) | same for i in range(trials)]
-    return needle_report.summarise_cell(rows)
-
-
-def test_a_cell_counts_the_trials_that_dense_answers():
-    cell = cell_of(dropped=2)
-    assert (cell["trials"], cell["dropped"], cell["intact"], cell["exact"]) == (24, 2, 12 / 22, 1)
-    assert_allclose((cell["lo"], cell["hi"]), (0.3466, 0.7308), atol=1e-4)  # Wilson, 12 of 22
-
-
-def test_a_cell_that_drops_more_than_two_in_24_is_unusable():
-    cell = cell_of(dropped=3)
-    assert cell["intact"] is cell["lo"] is cell["hi"] is cell["exact"] is None
-    assert cell["attended"] == 0.5
-    place = {"method": "sigma", "ratio": 32, "prefix": 4096}
-    assert "unusable" in "".join(needle_report.table([place | cell]))
-
-
-def test_cells_stand_ratio_by_ratio_whatever_the_order_of_rows():
-    same = dict(dropped=False, intact=True, exact=True, prefix=64) | dict.fromkeys(needle_report.MEANS, 0.5)
-    batches = itertools.product(("near", "far"), (8, 32), ("b", "a"))
-    rows = [same | dict(depth=depth, ratio=ratio, method=method) for depth, ratio, method in batches]
-    cells = needle_report.summarise(rows, ("method", "ratio", "prefix", "depth"))
-    order = [(cell["ratio"], cell["method"], cell["depth"]) for cell in cells]
-    assert order == list(itertools.product((8, 32), ("b", "a"), ("near", "far")))
-
-
-def test_the_table_names_the_model_of_a_published_figure_and_warns():
-    text = "".join(needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 4096} | cell_of(dropped=0)]))
-    assert "0.88 (Base s11)" in text and "Kimi-Linear-48B-A3B-Base" in text
-    assert "random tier 1" in text and "dense attention in disguise" in text
-    other = "".join(needle_report.table([{"method": "sigma", "ratio": 32, "prefix": 512} | cell_of(dropped=0)]))
-    assert "Kimi" not in other
 
 
 @pytest.mark.slow

@@ -219,6 +219,7 @@ def test_every_claim_is_about_something_that_is_measured(twins):
 
 def test_a_trial_is_dropped_by_the_bound_of_the_config():
     assert sheets.judge({"nll": 1.4}, 0.5, 1.0) == {"nll": 1.4, "nll_dense": 0.5, "intact": True, "dropped": False}
+    assert not sheets.judge({"nll": 1.6}, 0.5)["intact"] and sheets.judge({"nll": 0.1}, 1.0)["dropped"]
     assert sheets.judge({"nll": 1.6}, 1.2, 1.0)["dropped"] and not sheets.judge({"nll": 1.6}, 1.2, 2.0)["dropped"]
     assert not sheets.answers([row("reach", "nope", "dense", 1, i, True, dropped=i < 3) for i in range(24)])
     assert sheets.answers([row("reach", "nope", "dense", 1, i, True, dropped=i < 2) for i in range(24)])

@@ -200,6 +200,18 @@ def test_todo_skips_what_is_done(tmp_path):
         assert list(run.todo([("sigma", 0), ("sigma", 1), ("norm", 0)])) == [("sigma", 0), ("norm", 0)]
 
 
+def test_what_comes_with_another_row_is_not_asked_for_and_stays_as_it_is(tmp_path):
+    with Run(tmp_path, config(), key=KEY) as run:
+        asked = []
+        for method, trial in run.todo([("sigma", 0), ("sigma", 1), ("norm", 0)]):
+            asked.append((method, trial))
+            for other in range(2):  # a batch of two
+                run.add({"method": method, "trial": other, "nll": float(trial)})
+        run.add({"method": "sigma", "trial": 1, "nll": 9.0})
+        assert asked == [("sigma", 0), ("norm", 0)] and {row["nll"] for row in run.rows} == {0.0}
+    assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 4
+
+
 def test_a_second_start_adds_nothing_and_made_nothing(tmp_path):
     for _ in range(2):
         with Run(tmp_path, config(), key=KEY) as run:
