@@ -176,7 +176,7 @@ def compact(margins: Margins, width: int, *, implementation: str | None = None) 
     Returns FetchList: position int32 [B, F] ascending, S past the count; count int32 [B]; overflowed bool [B].
     """
     resolve(implementation)  # plain XLA whatever is chosen; what is unknown is refused
-    return fetchlist.compact(margins, width, tpu=blocks.device().platform == "tpu")
+    return fetchlist.compact(margins, width, platform=blocks.device().platform)
 
 
 def _tpu_problem(rows: Array) -> str | None:

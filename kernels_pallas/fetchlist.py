@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
 
 GROUP = 128  # rows counted together by a scan
+PIECE = 256  # rows that a CPU looks for at once
 
 
 class Margins(NamedTuple):
@@ -30,48 +32,61 @@ def count_fired(margin: Array) -> Array:
     return (_groups(margin) >= 0).sum(-1, dtype=jnp.int32)
 
 
-def compact(margins: Margins, width: int, *, tpu: bool) -> FetchList:
+def compact(margins: Margins, width: int, *, platform: str) -> FetchList:
     """See `kernels_pallas.compact`. A short list looks only into the groups that its rows are in.
 
-    On a TPU searches compare with everything and sums run on the matrix unit: loops and cumulative sums of many short
-    rows are slow there, and take its compiler minutes.
+    On a TPU searches compare with everything: loops are slow there, and take its compiler minutes. A CPU looks for as
+    many rows as fired, piece by piece.
     """
     batch, slots = margins.margin.shape
     total = margins.fired.sum(-1, dtype=jnp.int32)
     count = jnp.minimum(total, width)
     if width == 0 or slots == 0:
         return FetchList(jnp.full((batch, width), slots, jnp.int32), count, total > width)
-    find = _by_group if width * GROUP <= slots else _by_row
-    position = find(margins, width, tpu)
-    listed = jnp.arange(width) < count[:, None]
-    return FetchList(jnp.where(listed, position, slots), count, total > width)
-
-
-def _by_group(margins: Margins, width: int, tpu: bool) -> Array:
-    """Entry f is in the first group by whose end more than f rows fired, and there the row that makes it f + 1."""
-    ends = jnp.cumsum(margins.fired, axis=-1)
     wanted = jnp.arange(1, width + 1)
-    group = _search(ends, wanted, tpu)
-    group = jnp.minimum(group, ends.shape[-1] - 1)
+    if platform == "cpu":
+        position = _by_piece(margins, wanted, count.max())
+    else:
+        find = _by_group if width * GROUP <= slots else _by_row
+        position = find(margins, wanted, platform)
+    return FetchList(jnp.where(wanted <= count[:, None], position, slots), count, total > width)
+
+
+def _by_group(margins: Margins, wanted: Array, platform: str) -> Array:
+    """Row number n to fire is in the first group by whose end n rows fired. wanted: n, [F], from 1 -> [B, F]."""
+    ends = jnp.cumsum(margins.fired, axis=-1)
+    group = jnp.minimum(_search(ends, wanted, platform), ends.shape[-1] - 1)
     rank = wanted - jnp.take_along_axis(ends - margins.fired, group, axis=1)
     inside = jnp.take_along_axis(_groups(margins.margin), group[..., None], axis=1) >= 0
-    if tpu:
-        upto = jnp.triu(jnp.ones((GROUP, GROUP), jnp.bfloat16))  # counts up to 128: exact
-        running = jnp.dot(inside.astype(jnp.bfloat16), upto, preferred_element_type=jnp.float32)
-    else:
-        running = jnp.cumsum(inside, axis=-1, dtype=jnp.int32)
+    # A running count as a product, exact up to 128: a sum along many short rows is slow on every device.
+    number = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    upto = jnp.triu(jnp.ones((GROUP, GROUP), number))
+    running = jnp.dot(inside.astype(number), upto, preferred_element_type=jnp.float32)
     return (group * GROUP + (running < rank[..., None]).sum(-1)).astype(jnp.int32)
 
 
-def _by_row(margins: Margins, width: int, tpu: bool) -> Array:
+def _by_piece(margins: Margins, wanted: Array, most: Array) -> Array:
+    """The same for the first `most` of the rows wanted, a few at a time."""
+    width, piece = len(wanted), min(PIECE, len(wanted))
+
+    def body(i, position):
+        start = jnp.minimum(i * piece, width - piece)  # the last piece ends at the list's end
+        some = lax.dynamic_slice_in_dim(wanted, start, piece)
+        return lax.dynamic_update_slice_in_dim(position, _by_group(margins, some, "cpu"), start, axis=1)
+
+    nothing = jnp.zeros((margins.margin.shape[0], width), jnp.int32)
+    return lax.fori_loop(0, -(-most // piece), body, nothing)
+
+
+def _by_row(margins: Margins, wanted: Array, platform: str) -> Array:
     """The same from one pass over all rows: cheaper for a long list."""
     running = jnp.cumsum(margins.margin >= 0, axis=-1, dtype=jnp.int32)
-    return _search(running, jnp.arange(1, width + 1), tpu).astype(jnp.int32)
+    return _search(running, wanted, platform).astype(jnp.int32)
 
 
-def _search(ascending: Array, wanted: Array, tpu: bool) -> Array:
+def _search(ascending: Array, wanted: Array, platform: str) -> Array:
     """Of every sequence [B, N], the first entry that reaches each wanted value: int [B, F]."""
-    method = "compare_all" if tpu else "scan"
+    method = "compare_all" if platform == "tpu" else "scan"
     return jax.vmap(lambda values: jnp.searchsorted(values, wanted, method=method))(ascending)
 
 
