@@ -50,7 +50,7 @@ def get_config() -> ConfigDict:
     config.memory = 0.5  # share of the device's memory that a cache and its plain copy may take
 
     config.rounds = 25
-    config.seconds = 2.5  # a group of programs stops taking turns after that, with 3 rounds at the least
+    config.seconds = 6.0  # a group of programs stops taking turns after that, with 3 rounds at the least
     config.inner = 0  # steps in one compiled loop; 0: 1 on a CPU, 32 on a GPU or TPU
 
     config.copy_mebibytes = 256  # of the array whose copy measures the bandwidth

@@ -1,5 +1,6 @@
 """From the margins of a scan to the ordered list of rows to fetch (VestigeKV §3). Plain XLA on every device."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ def compact(margins: Margins, width: int, *, platform: str) -> FetchList:
     """See `kernels_pallas.compact`. A short list looks only into the groups that its rows are in.
 
     On a TPU searches compare with everything: loops are slow there, and take its compiler minutes. A CPU looks for as
-    many rows as fired, piece by piece.
+    many rows as fired, piece by piece, if that is less than a pass over all.
     """
     batch, slots = margins.margin.shape
     total = margins.fired.sum(-1, dtype=jnp.int32)
@@ -44,8 +45,10 @@ def compact(margins: Margins, width: int, *, platform: str) -> FetchList:
     if width == 0 or slots == 0:
         return FetchList(jnp.full((batch, width), slots, jnp.int32), count, total > width)
     wanted = jnp.arange(1, width + 1)
-    if platform == "cpu":
-        position = _by_piece(margins, wanted, count.max())
+    if platform == "cpu" and slots >= PIECE * GROUP:
+        pieces = -(-count.max() // PIECE)
+        by_row = functools.partial(_by_row, margins, wanted, platform)
+        position = lax.cond(pieces <= slots // (PIECE * GROUP), lambda: _by_piece(margins, wanted, pieces), by_row)
     else:
         find = _by_group if width * GROUP <= slots else _by_row
         position = find(margins, wanted, platform)
@@ -65,8 +68,8 @@ def _by_group(margins: Margins, wanted: Array, platform: str) -> Array:
     return (group * GROUP + (running < rank[..., None]).sum(-1)).astype(jnp.int32)
 
 
-def _by_piece(margins: Margins, wanted: Array, most: Array) -> Array:
-    """The same for the first `most` of the rows wanted, a few at a time."""
+def _by_piece(margins: Margins, wanted: Array, pieces: Array) -> Array:
+    """The same for the first pieces of the rows wanted, one after another."""
     width, piece = len(wanted), min(PIECE, len(wanted))
 
     def body(i, position):
@@ -75,7 +78,7 @@ def _by_piece(margins: Margins, wanted: Array, most: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(position, _by_group(margins, some, "cpu"), start, axis=1)
 
     nothing = jnp.zeros((margins.margin.shape[0], width), jnp.int32)
-    return lax.fori_loop(0, -(-most // piece), body, nothing)
+    return lax.fori_loop(0, pieces, body, nothing)
 
 
 def _by_row(margins: Margins, wanted: Array, platform: str) -> Array:

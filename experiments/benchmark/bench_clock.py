@@ -27,8 +27,10 @@ class Program(NamedTuple):
 
 
 def alternate(programs: Sequence[Program], *, rounds: int, seconds: float) -> dict[str, np.ndarray]:
-    """Seconds per step of every program, one sample a round, in an order of the round's own: what ran before counts.
+    """Seconds per step of every program, one sample a round, in an order of the round's own.
 
+    Before each sample its program runs once untimed, as steps of a generation follow each other: what another one left
+    of caches and memory counts for none. (Behind two einsums over all rows a step takes half as long again.)
     At least 3 rounds and at most `rounds`; no new one once `seconds` have passed.
     """
     calls = {program.name: _calls(program) for program in programs}
@@ -40,6 +42,7 @@ def alternate(programs: Sequence[Program], *, rounds: int, seconds: float) -> di
         for turn in np.random.default_rng(i).permutation(len(programs)):
             program = programs[turn]
             n = calls[program.name]
+            jax.block_until_ready(program.call())
             samples[program.name].append(_timed(program, n) / (n * program.inner))
     return {name: np.asarray(values) for name, values in samples.items()}
 

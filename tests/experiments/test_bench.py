@@ -47,7 +47,8 @@ def test_programs_take_turns_in_another_order_each_round(monkeypatch):
     programs = [Program(name, lambda name=name: called.append(name)) for name in "abc"]
     times = bench_clock.alternate(programs, rounds=4, seconds=60)
     assert "".join(called[:6]) == "aabbcc"  # warm-up twice: one call compiles, one is timed
-    orders = ["".join(called[i : i + 3]) for i in range(6, 18, 3)]
+    assert called[6::2] == called[7::2]  # each sample behind an untimed call of the same program
+    orders = ["".join(called[i : i + 6 : 2]) for i in range(6, 30, 6)]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders) and len(set(orders)) > 1
     assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
 
@@ -62,7 +63,7 @@ def test_short_programs_are_called_often_and_times_are_per_step(monkeypatch):
     monkeypatch.setattr(bench_clock, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     called = []
     times = bench_clock.alternate([Program("a", lambda: called.append(0), inner=4)], rounds=3, seconds=60)
-    assert len(called) == 2 + 3 * 2  # a call takes 1 ms and a sample at least 2
+    assert len(called) == 2 + 3 * (1 + 2)  # a call takes 1 ms and a sample at least 2; the first is not timed
     assert_allclose(times["a"], 1e-3 / (2 * 4))
 
 
