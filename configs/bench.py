@@ -20,8 +20,8 @@ a balanced index needs fewer: what differs is the scan.
 device: 4k to 128k and batch 1, 4 on a CPU, 8k to 512k and batch 1, 4, 16 on a GPU or TPU. What would not fit in
 `memory` of the device is left out, and said.
 
-Wanted at 32k on a CPU, at 128k elsewhere: 3 times ahead. Expected on two cores of an AVX-512 server, in eight minutes:
-3.0 in float32 and 3.4 in bfloat16, against dense that takes less than half the time of two einsums.
+Wanted at 32k on a CPU, at 128k elsewhere: 3 times ahead. Expected on two cores of an AVX-512 server, in ten minutes:
+3.2 in float32 and 3.3 in bfloat16, against dense that takes less than half the time of two einsums.
 Published (whole server, two GPUs, not the same thing): crossover at about 28k tokens; 4.8 / 4.2 ms a token at 128k.
 """
 
