@@ -24,7 +24,11 @@ class Rows:
     def __init__(self, path: pathlib.Path, key: Sequence[str]):
         self.path, self.key = path, tuple(key)
         _drop_half_line(path)
-        self._rows = {self._key(row): row for row in _read(path)}
+        self._rows = {}
+        for number, row in enumerate(_read(path), start=1):
+            if not isinstance(row, dict) or not set(self.key) <= set(row):
+                raise UserError(f"{path} line {number} is no row of {', '.join(self.key)}: choose another --out")
+            self._rows[self._key(row)] = row
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

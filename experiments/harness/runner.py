@@ -21,6 +21,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -40,7 +41,8 @@ from experiments.harness.rows import Rows, UserError, atomic, write_json
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 USAGE = """
   --config=FILE        the run, a file of configs/
-  --config.NAME=VALUE  another value for one of its fields; commas separate the items of a list
+  --config.NAME=VALUE  another value for one of its fields; commas separate the items of a list,
+                       given twice they add up
   --out=DIR            output folder (default: results/<name of the config file>); a stopped run goes on there
 """
 
@@ -60,6 +62,7 @@ def launch(main: Main, argv: Sequence[str] | None = None, *, like: types.ModuleT
     try:
         config, out = parse(argv)
         _check_fields(config, like)
+        _check_out(out)
         main(config, out)
     except UserError as error:
         sys.exit(f"error: {error}")
@@ -87,6 +90,15 @@ def parse(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict, pathlib.Path]
     return config, pathlib.Path(out or pathlib.Path("results") / pathlib.Path(file).stem)
 
 
+def _check_out(out: pathlib.Path) -> None:
+    """What can be told of the output folder before it is made."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(
+            f"--out={out} must be a folder, and {there} is {'closed to writing' if there.is_dir() else 'none'}"
+        )
+
+
 def _check_fields(config: ml_collections.ConfigDict, like: types.ModuleType | None) -> None:
     missing = sorted(set(like.get_config()) - set(config)) if like else []
     if missing:
@@ -96,6 +108,9 @@ def _check_fields(config: ml_collections.ConfigDict, like: types.ModuleType | No
 
 def _flags(argv: Sequence[str]) -> tuple[ml_collections.ConfigDict | None, str | None, list[str], str | None]:
     """The config, --out, what is no flag, and the config file."""
+    given = next((argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")), None)
+    if given and not pathlib.Path(given.split(":")[0]).is_file():  # what follows a colon is the file's own business
+        raise UserError(f"--config={given} must be a config file, like configs/needle.py, and there is none")
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=list(argv))
     flags.DEFINE_string("out", None, "output folder", flag_values=values)
@@ -186,15 +201,24 @@ class Run:
             temporary.write_text(text.strip() + "\n", encoding="utf-8")
 
     def _open(self, facts: dict[str, Any]) -> None:
-        path = self.path("meta.json")
-        if self.path("trials.jsonl").exists() and not path.exists():
+        path, rows = self.path("meta.json"), self.path("trials.jsonl")
+        known = rows.exists() and rows.stat().st_size > 0  # a start that made nothing claims nothing
+        if known and not path.exists():
             raise UserError(f"{self.folder} holds trials.jsonl but no meta.json to say of what: choose another --out")
-        meta = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**facts, "starts": []}
+        meta = _read_meta(path) if known else {**facts, "starts": []}
         changes = differences(meta, facts)
         if changes:
             raise UserError(f"{self.folder} was made by another run ({'; '.join(changes)}): choose another --out")
         write_json(path, meta)
         self._start = {**meta, "starts": [*meta["starts"], provenance()]}
+
+
+def _read_meta(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return {name: meta[name] for name in ("config", "config_hash", "text_hash", "seeds", "starts")}
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): mend it, or choose another --out") from None
 
 
 def identity(config: ml_collections.ConfigDict, text: str, seeds: Sequence[int]) -> dict[str, Any]:

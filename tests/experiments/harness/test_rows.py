@@ -52,6 +52,13 @@ def test_a_broken_line_inside_is_named(tmp_path):
         open_rows(tmp_path)
 
 
+@pytest.mark.parametrize("line", ['{"method": "sigma"}', "[1, 2]"])
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    (tmp_path / "trials.jsonl").write_text('{"method": "sigma", "trial": 0}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"trials\.jsonl line 2 is no row of method, trial"):
+        Rows(tmp_path / "trials.jsonl", ("method", "trial"))
+
+
 def test_a_key_is_added_once(tmp_path):
     rows = open_rows(tmp_path)
     rows.add({"method": "sigma", "trial": 0})

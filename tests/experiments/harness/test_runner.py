@@ -97,7 +97,7 @@ def test_what_is_not_understood_is_named(config_file, arguments, message):
 def test_missing_config_flag_and_file():
     with pytest.raises(UserError, match="--config=configs/NAME.py"):
         runner.parse(["driver"])
-    with pytest.raises(UserError, match="no_such.py"):
+    with pytest.raises(UserError, match="--config=no_such.py must be a config file"):
         runner.parse(["driver", "--config=no_such.py"])
 
 
@@ -171,7 +171,8 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path, change, mes
     def start(config, **facts):
         return Run(tmp_path, config, key=KEY, **facts)
 
-    with start(**same):
+    with start(**same) as run:
+        run.add({"method": "sigma", "trial": 1, "nll": 0.5})
         before = (tmp_path / "meta.json").read_text()
     with pytest.raises(UserError, match=message + ".*choose another --out"):
         start(**{**same, **change})
@@ -179,9 +180,34 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path, change, mes
 
 
 def test_rows_of_unknown_origin_are_refused(tmp_path):
-    (tmp_path / "trials.jsonl").write_text("")
+    (tmp_path / "trials.jsonl").write_text('{"method": "sigma", "trial": 1}\n')
     with pytest.raises(UserError, match="no meta.json"):
         Run(tmp_path, config(), key=KEY)
+
+
+def test_a_start_that_made_no_row_leaves_the_folder_to_another(tmp_path):
+    with Run(tmp_path, config(), key=KEY):
+        pass
+    with Run(tmp_path, config(seed=1), key=KEY) as run:
+        run.add({"method": "sigma", "trial": 1, "nll": 0.5})
+    assert json.loads((tmp_path / "meta.json").read_text())["config"]["seed"] == 1
+
+
+@pytest.mark.parametrize("text", ['{"config"', "{}", "[1]"])
+def test_a_damaged_meta_is_named(tmp_path, text):
+    with Run(tmp_path, config(), key=KEY) as run:
+        run.add({"method": "sigma", "trial": 1, "nll": 0.5})
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(UserError, match="meta.json is damaged.*choose another --out"):
+        Run(tmp_path, config(), key=KEY)
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_launch_looks_at_the_output_folder_first(config_file, tmp_path, out):
+    (tmp_path / "file").write_text("in the way")
+    arguments = ["driver", f"--config={config_file}", f"--out={tmp_path / out}"]
+    with pytest.raises(SystemExit, match="^error: --out=.*must be a folder"):
+        runner.launch(lambda config, out: pytest.fail("main was called"), arguments)
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
