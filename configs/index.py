@@ -12,7 +12,7 @@ deployed, whatever the rows are held in here. All at 1024 tokens, which twins wi
 
 The candidate, 24 dimensions of 4 bits calibrated to a recall of .95, was named on validation trials of tiny_nope: at
 the paper's target of .9 a balanced index fires so few rows that the heads bring back fewer of each other's, and its
-hard recall is up to .09 below.
+hard recall is up to .09 below there.
 
 Nothing was published about a balanced index. The paper's reads 260 of 1152 bytes a row, 294 with tier 1 and fetches.
 

@@ -54,7 +54,8 @@ def publish(run: Run, folder: pathlib.Path, device: str) -> None:
     """Copies for the repository, named after the device."""
     slug = "bench_" + re.sub("[^a-z0-9]+", "_", device.lower()).strip("_")
     folder.mkdir(parents=True, exist_ok=True)
-    copies = {"summary.csv": f"{slug}.csv", "programs.csv": f"{slug}_programs.csv", "bench.png": f"{slug}.png"}
+    copies = {"summary.csv": f"{slug}.csv", "bench.png": f"{slug}.png"}
+    copies |= {name: f"{slug}_{name}" for name in ("programs.csv", "claims.csv")}
     for name, copy in copies.items():
         with atomic(folder / copy) as temporary:
             shutil.copyfile(run.path(name), temporary)
