@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import blocks, codes, fetchlist, reference
+from kernels_pallas import blocks, checks, codes, fetchlist, reference
 from kernels_pallas.fetchlist import FetchList, Margins
 from kernels_pallas.parts import Part
 from kernels_pallas.words import take_rows
@@ -59,8 +59,10 @@ def attend(
       query [B, Q, C], unscaled; rows [B, S, W], W >= C, words or floats, what is past C is not looked at; length int32
         [B] or [B, Q]: rows u < length count.
       latent_dim R <= C: the leading numbers of a row are its value. Rows past the longest length cost nothing.
-    Returns a Part. Raises ValueError if the implementation can't run here.
+    Returns a Part. Raises ValueError for a bad shape, dtype, latent_dim or scale, or if the implementation can't run
+    here.
     """
+    checks.attend(query, rows, length, latent_dim, scale)
     kind = resolve(implementation, {"mosaic_tpu": _tpu_problem(rows), "mosaic_gpu": _attend_problem(rows, latent_dim)})
     if kind == "xla" or rows.shape[1] == 0:
         return reference.attend(query, rows, length, latent_dim=latent_dim, scale=scale)
@@ -91,8 +93,9 @@ def attend_list(
     Args
       query [B, Q, C], rows [B, S, W] as in `attend`; position int32 [B, F]: the list; count int32 [B]: entries
         f < count are used, each once (duplicates count twice), and must lie in [0, S).
-    Returns a Part; of an empty list the empty one. Raises ValueError if the implementation can't run here.
+    Returns a Part; of an empty list the empty one. Raises ValueError as `attend` does; entries are not looked at.
     """
+    checks.attend_list(query, rows, position, count, latent_dim, scale)
     problem = _tpu_problem(rows)
     if rows.shape[1] % blocks.TOGETHER:
         problem = f"rows has {rows.shape[1]} slots and a TPU copies {blocks.TOGETHER} rows that lie together"
@@ -139,8 +142,9 @@ def scan(
       member bool [B, S]: rows that may fire; length int32 [B]: rows u < length exist. Blocks past it cost nothing.
       latent_dim R: where the branch begins; None: it ends the row.
     Returns Margins: float32 [B, S], -inf where a row can't fire, and the fired count of every 128 rows. No score
-    leaves the chip. Raises ValueError if the implementation can't run here.
+    leaves the chip. Raises ValueError for a bad shape, dtype or latent_dim, or if the implementation can't run here.
     """
+    checks.scan(branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim)
     latent_dim = rows.shape[2] - branch.shape[2] if latent_dim is None else latent_dim
     tpu_problem = _tpu_problem(rows) or _tpu_code_problem(code)
     gpu_problem = _scan_problem(rows, code, branch.shape[2], latent_dim)
@@ -174,7 +178,9 @@ def compact(margins: Margins, width: int, *, implementation: str | None = None) 
 
     Args: margins as `scan` returns them; width F, static.
     Returns FetchList: position int32 [B, F] ascending, S past the count; count int32 [B]; overflowed bool [B].
+    Raises ValueError for a bad shape or dtype, a width that is no integer >= 0, or an unknown implementation.
     """
+    checks.compact(margins, width)
     resolve(implementation)  # plain XLA whatever is chosen; what is unknown is refused
     return fetchlist.compact(margins, width, platform=blocks.device().platform)
 

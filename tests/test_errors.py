@@ -260,6 +260,23 @@ def test_a_fault_is_raised_with_its_sequence_and_its_reason():
     with pytest.raises(RuntimeError, match="sequence 0: a length was negative.*sequence 2: the capacity"):
         vj.raise_on_fault(np.array([[4, 0, 0], [0, 0, 1]]))  # over layers or steps
     vj.raise_on_fault(jnp.zeros((2, 3), jnp.int32))
+    vj.raise_on_fault(jnp.zeros((0, 3), jnp.int32))  # of no step
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (np.int32(1), r"fault has shape \(\); expected \[\.\.\., B\], B >= 1"),
+        (np.zeros(0, np.int32), r"fault has shape \(0,\); expected \[\.\.\., B\], B >= 1"),
+        (np.zeros((2, 0), np.int32), r"fault has shape \(2, 0\); expected \[\.\.\., B\], B >= 1"),
+        (np.zeros(3, np.float32), "fault has dtype float32; expected integers"),
+        (None, r"fault has shape \(\)"),
+    ],
+    ids=["scalar", "empty", "no sequence", "floats", "none"],
+)
+def test_a_bad_fault_is_named(fault, message):
+    with pytest.raises(ValueError, match=message):
+        vj.raise_on_fault(fault)
 
 
 def test_shapes_are_checked_inside_jit_too():
@@ -281,9 +298,54 @@ def test_a_cache_of_another_spec_is_refused():
         lambda: vj.attend(other, empty(), QUERY),
         lambda: vj.step(other, empty(), QUERY, ROWS[:, 0]),
         lambda: vj.close(other, empty()),
+        lambda: vj.where(other, empty()),
     ):
         with pytest.raises(ValueError, match=r"cache\.index\.basis is .*this spec has float32"):
             call()
+
+
+@pytest.mark.parametrize("merged", [None, 4])
+def test_a_cache_with_other_room_for_merged_rows_is_refused(merged):
+    spec, other = (dataclasses.replace(SPEC, merged=room) for room in (merged or 0, 6))
+    with pytest.raises(ValueError, match=rf"cache\.merged has room for {merged} rows; this spec has merged=6"):
+        vj.where(other, vj.init(spec, BATCH))
+    with pytest.raises(ValueError, match=rf"cache\.merged has room for 6 rows; this spec has merged={merged or 0}"):
+        vj.where(spec, vj.init(other, BATCH))
+
+
+KEPT = np.zeros((BATCH, SPEC.archive_rows), bool)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: vj.append(SPEC, cache, ROWS),
+        lambda cache: vj.attend(SPEC, cache, QUERY),
+        lambda cache: vj.attend_chunk(SPEC, cache, QUERY[:, None], ROWS[:, :1]),
+        lambda cache: vj.step(SPEC, cache, QUERY, ROWS[:, 0]),
+        lambda cache: vj.calibrate(SPEC, cache, QUERY[:, None], np.zeros((BATCH, 1), int)),
+        lambda cache: vj.close(SPEC, cache),
+        lambda cache: vj.keep_set(SPEC, cache, KEPT),
+        lambda cache: vj.merge_rows(SPEC, cache, KEPT, *[None] * 4),
+        lambda cache: vj.where(SPEC, cache),
+        lambda cache: vj.length(cache),
+        lambda cache: vj.take(SPEC, cache, 0),
+        lambda cache: vj.fork(SPEC, cache, [0]),
+        lambda cache: vj.put(SPEC, cache, 0, vj.init(SPEC, 1)),
+        lambda cache: vj.reset(SPEC, cache, 0),
+        lambda cache: vj.grow(SPEC, cache),
+    ],
+)
+def test_what_is_no_cache_is_named(call):
+    with pytest.raises(ValueError, match="cache is a NoneType; expected a Cache, as init makes it"):
+        call(None)
+    with pytest.raises(ValueError, match="cache is a tuple; expected a Cache"):
+        call((empty(), empty()))  # of all layers
+
+
+def test_a_single_that_is_no_cache_is_named():
+    with pytest.raises(ValueError, match="single is a NoneType; expected a Cache"):
+        vj.put(SPEC, empty(), 0, None)
 
 
 @pytest.mark.parametrize(
@@ -301,5 +363,8 @@ def test_calibration_names_what_is_wrong(queries, positions, message):
 
 
 def test_an_ignored_query_may_hold_anything():
-    queries = spoilt(QUERY[:, None].astype(np.float32), 0)
-    vj.calibrate(SPEC, empty(), queries, np.full((BATCH, 1), -1))
+    cache, positions = filled(SPEC, ROWS), np.full((BATCH, 1), TIME - 1)
+    positions[0] = -1
+    clean = vj.calibrate(SPEC, cache, QUERY[:, None], positions)
+    assert_same(vj.calibrate(SPEC, cache, spoilt(QUERY[:, None], 0), positions), clean)
+    assert not jnp.array_equal(clean.index.basis[1], cache.index.basis[1])  # the other sequences were calibrated

@@ -180,7 +180,10 @@ def test_bad_prompts_are_refused(model, spec, ids):
 def test_padding_may_hold_any_id(model, spec, ids, reference):
     """Only real tokens are checked against the vocabulary."""
     padded = jnp.where(jnp.arange(32) < 5, ids[:, :32], -100)
-    logits, _ = generation.prefill(model, spec, padded, jnp.array([5, 5]), chunk=32)
+    logits, state = generation.prefill(model, spec, padded, jnp.array([5, 5]), chunk=32)
+    clean, clean_state = generation.prefill(model, spec, ids[:, :32], jnp.array([5, 5]), chunk=32)
+    np.testing.assert_array_equal(logits, clean)
+    np.testing.assert_array_equal(state.length, clean_state.length)
     close(logits, reference["logits"][:, 4])
 
 
@@ -191,3 +194,6 @@ def test_full_cache_is_refused_before_anything_is_written(model, spec, ids, prom
         generation.generate(model, spec, [[1, 2, 3]], 97)
     with pytest.raises(ValueError, match="capacity=96.*97"):
         generation.teacher_force(model, spec, prompted, jnp.ones((2, 78), jnp.int32))
+    with pytest.raises(ValueError, match="capacity=96.*97"):
+        generation.prefill(model, spec, jnp.ones((2, 77), jnp.int32), state=prompted)
+    np.testing.assert_array_equal(prompted.length, [20, 20])  # and it was not donated

@@ -194,7 +194,7 @@ def test_the_sound_bound_is_the_certificate_and_no_more():
     query = asked(32)
     query[..., 5:R] *= 0.1
     _, stats = vj.attend(here.spec, here.cache, query)
-    certain = here.under(bound="calibrated").calibrated(z=np.sqrt(R - 5))
+    certain = here.calibrated(z=np.sqrt(R - 5))  # the oracle knows one bound, the calibrated one
     for b in range(3):
         assert stats.fired[b] == certain.served(b, query[b]).fires.any(0).sum()
     assert 0 < stats.fired[0] < 46, "the bound should fire some of the archived rows but not all"

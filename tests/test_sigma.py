@@ -184,3 +184,18 @@ def test_keep_equals_the_oracle_with_many_ties(scores, sinks, ratio):
 def test_a_bad_option_of_keep_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         vj.keep(jnp.zeros(4), jnp.asarray(4), **(dict(sinks=0) | options))
+
+
+@pytest.mark.parametrize(
+    ("scores", "closed", "message"),
+    [
+        (np.zeros((2, 4)), [4], r"closed has shape \(1,\); expected the leading axes of sigma \[\.\.\., S\] = \(2,\)"),
+        (np.zeros((2, 4)), 4, r"closed has shape \(\); expected .* = \(2,\)"),
+        (np.zeros(4), [4], r"closed has shape \(1,\); expected .* = \(\)"),
+        (np.zeros(()), 4, r"sigma has shape \(\); expected \[\.\.\., S\]"),
+        (np.zeros(4), 4.0, r"closed has dtype float32; expected integers"),
+    ],
+)
+def test_a_bad_array_of_keep_is_named(scores, closed, message):
+    with pytest.raises(ValueError, match=message):
+        vj.keep(scores, closed, ratio=0.5, sinks=0)

@@ -150,6 +150,7 @@ def test_nbytes_allocate_nothing():
         (dict(archive_memory="tape"), r"archive_memory='tape'.*device"),
         (dict(recall="pages"), r"recall='pages'.*certified.*none"),
         (dict(bound="loose"), r"bound='loose'.*calibrated.*sound"),
+        (dict(implementation="mosaic_cpu"), r"implementation='mosaic_cpu'.*None, 'xla', 'mosaic_tpu', 'mosaic_gpu'"),
         (dict(calibration="never"), r"calibration='never'.*prompt.*decode"),
         (dict(dtype=jnp.float16), r"dtype='float16'.*float32.*bfloat16"),
         (dict(dtype="row"), r"dtype='row'.*float32.*bfloat16"),
@@ -167,8 +168,8 @@ def test_the_largest_kappa_below_the_limit_is_accepted():
 
 
 def test_an_implementation_that_cannot_run_is_refused():
-    spec = small(implementation="mosaic_cpu")
-    with pytest.raises(ValueError, match=r"implementation='mosaic_cpu'.*xla"):
+    spec = small(implementation="mosaic_tpu")
+    with pytest.raises(ValueError, match=r"implementation='mosaic_tpu' cannot run here.*xla"):
         vj.attend(spec, vj.init(spec, 1), jnp.zeros((1, spec.num_heads, spec.row_dim)))
 
 

@@ -161,9 +161,19 @@ def _layout(spec: CacheSpec, target: Device) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(jax.eval_shape(lambda: init(spec, 1)))
 
 
+def check_cache(name: str, cache: Cache) -> None:
+    """Raise ValueError unless it is a Cache."""
+    checks.require(isinstance(cache, Cache), f"{name} is a {type(cache).__name__}; expected a Cache, as init makes it")
+
+
 def check_layout(spec: CacheSpec, cache: Cache) -> None:
     """Raise ValueError unless the cache was made by a spec of the same sizes and dtypes."""
+    check_cache("cache", cache)
     layout = _layout(spec, device())
+    merged = None if cache.merged is None else cache.merged.rows.shape[1]
+    checks.require(
+        (merged or 0) == spec.merged, f"cache.merged has room for {merged} rows; this spec has merged={spec.merged}"
+    )
     for (path, array), wanted in zip(jax.tree_util.tree_leaves_with_path(cache), layout, strict=True):
         fits = array.shape[1:] == wanted.shape[1:] and array.dtype == wanted.dtype
         name = f"cache{jax.tree_util.keystr(path)}"
@@ -173,6 +183,7 @@ def check_layout(spec: CacheSpec, cache: Cache) -> None:
 
 def length(cache: Cache) -> Array:
     """Tokens held by each sequence, int32[B]."""
+    check_cache("cache", cache)
     return cache.archive.closed + cache.tail.length
 
 
@@ -183,6 +194,8 @@ def take(spec: CacheSpec, cache: Cache, slot) -> Cache:
 
 def put(spec: CacheSpec, cache: Cache, slot, single: Cache) -> Cache:
     """`cache` with its sequence `slot` replaced by `single` (batch 1, same spec)."""
+    check_cache("cache", cache)
+    check_cache("single", single)
     checks.slot(cache, slot)
     checks.same_layout(cache, single)
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), cache, single)
@@ -195,6 +208,7 @@ def reset(spec: CacheSpec, cache: Cache, slot) -> Cache:
 
 def fork(spec: CacheSpec, cache: Cache, slots) -> Cache:
     """A cache whose sequence i is a copy of sequence slots[i]; slots int32[N]."""
+    check_cache("cache", cache)
     checks.slot(cache, slots)
     return jax.tree.map(lambda x: jnp.take(x, jnp.asarray(slots), axis=0), cache)
 
@@ -204,6 +218,7 @@ def grow(spec: CacheSpec, cache: Cache) -> Cache:
 
     Tier 1 stays as it is until the next re-rank. Raises ValueError where some part has more room than in the spec.
     """
+    check_cache("cache", cache)
     batch = cache.fault.shape[0]
     wanted = dataclasses.replace(init(spec, batch), merged=cache.merged)
     for (path, small), large in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(wanted), strict=True):

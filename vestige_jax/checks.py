@@ -103,8 +103,14 @@ def describe_fault(bits: int) -> str:
 
 
 def raise_on_fault(fault):
-    """Raise RuntimeError naming every sequence whose fault flag is set; fault int32[..., B]."""
-    bits = np.bitwise_or.reduce(np.asarray(fault).reshape(-1, np.shape(fault)[-1]), axis=0)
+    """Raise RuntimeError naming every sequence whose fault flag is set; fault int32[..., B].
+
+    ValueError for what isn't such an array.
+    """
+    fault = np.asarray(fault)
+    require(fault.ndim >= 1 and fault.shape[-1] > 0, f"fault has shape {fault.shape}; expected [..., B], B >= 1")
+    integer("fault", fault)
+    bits = np.bitwise_or.reduce(fault.reshape(-1, fault.shape[-1]), axis=0)
     bad = [f"sequence {b}: {describe_fault(int(v))}" for b, v in enumerate(bits) if v]
     if bad:
         raise RuntimeError("cache fault: " + ", ".join(bad))

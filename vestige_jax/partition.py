@@ -32,13 +32,17 @@ def keep(sigma: Array, closed: Array, *, ratio: float | None, budget: int | None
 
     Args
       sigma [..., S] any score, higher is kept; closed int32 [...]: rows u < closed exist.
-    Returns bool [..., S]. Raises ValueError for a ratio outside (0, 1], for ratio and budget both given, or neither.
+    Returns bool [..., S]. Raises ValueError for a ratio outside (0, 1], for ratio and budget both given, or neither,
+    and for misshaped arguments.
     """
     checks.require((ratio is None) != (budget is None), f"ratio={ratio!r}, budget={budget!r}: give exactly one of them")
     checks.require(ratio is None or 0 < ratio <= 1, f"ratio={ratio!r} must lie in (0, 1]")
     checks.require(budget is None or budget >= 1, f"budget={budget!r} must be at least 1")
     checks.require(sinks >= 0, f"sinks={sinks!r} must be at least 0")
     sigma, closed = jnp.asarray(sigma), jnp.asarray(closed)
+    checks.require(sigma.ndim >= 1, f"sigma has shape {sigma.shape}; expected [..., S]")
+    checks.shape("closed", closed, sigma.shape[:-1], "the leading axes of sigma [..., S]")
+    checks.integer("closed", closed)
     slots = sigma.shape[-1]
     counts = np.array([keep_count(n, ratio, budget) for n in range(slots + 1)], np.int32)
     return top_rows(sigma, closed, jnp.asarray(counts)[closed], int(counts[-1]), sinks)
@@ -176,6 +180,7 @@ def _fill_tier1(spec: CacheSpec, cache: Cache, kept: Array) -> Cache:
 
 def where(spec: CacheSpec, cache: Cache) -> Array:
     """The tier of every position: int8 [B, capacity], 0 empty, 1 kept, 2 tail, 3 archived."""
+    check_layout(spec, cache)
     position = jnp.arange(spec.capacity)
     closed, end = cache.archive.closed[:, None], length(cache)[:, None]
     kept = jnp.pad(cache.archive.kept, ((0, 0), (0, spec.capacity - spec.archive_rows)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.api import IMPLEMENTATIONS
 from kernels_pallas.blocks import device
 from kernels_pallas.words import branch_copied, row_words
 
@@ -19,6 +20,7 @@ _CHOICES = {
     "recall": ("certified", "none"),
     "bound": ("calibrated", "sound"),
     "calibration": ("prompt", "decode"),
+    "implementation": (None, *IMPLEMENTATIONS),
 }
 
 
@@ -56,7 +58,7 @@ class CacheSpec:
       dtype           of rows: float32 or bfloat16.
       sketch_dtype    of codes of 16 bits (or float32); None: float16, on TPU bfloat16.
       archive_memory  'device'.
-      implementation  of scan and attend: None (plain XLA), "mosaic_tpu" or "mosaic_gpu" (see kernels_pallas.resolve).
+      implementation  of scan and attend: None or "xla", "mosaic_tpu", "mosaic_gpu" (see kernels_pallas.resolve).
       stats           False removes the statistics from the compiled program (faults stay).
       allow_rope      True lets rows with a rotated branch in, as the control arm; a model checks it, no cache op does.
       trace           True adds to the statistics which archived rows each step attended.

@@ -61,10 +61,10 @@ def test_what_only_one_kernel_cannot_do_raises_for_it_alone(monkeypatch):
 @pytest.mark.parametrize(
     "implementation, target, code, reason",
     [("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.uint8), "rank 12 is no multiple of 8"),
-     ("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.int16), "code is int16"),
+     ("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.float16), "code is float16"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), (264, jnp.int8), "a code of 264 is wider than one copy"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), (144, jnp.uint8), "rank 288 are too wide"),
-     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (6, jnp.int16), "code is int16")],
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (6, jnp.float32), "code is float32")],
 )  # fmt: skip
 def test_codes_that_a_kernel_cannot_unpack_raise(implementation, target, code, reason):
     shape = lambda *s, d=jnp.float32: jax.ShapeDtypeStruct(s, d)  # noqa: E731
