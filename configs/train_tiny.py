@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_dict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.checkpoint = "vestige_jax/checkpoints/tiny_nope"  # written when the last step is done
-    config.tokenizer = "vestige_jax/checkpoints/tiny_nope"  # ranks, from `python -m experiments.vocabulary`
+    config.tokenizer = "vestige_jax/checkpoints/tiny_nope"  # ranks, from `python -m experiments.text.vocabulary`
     config.text = config_dict.placeholder(str)  # file or folder of other text
     config.seed = 0
     config.rope = False

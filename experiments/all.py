@@ -8,8 +8,10 @@ fails does not stop those behind it: the report says so, and the same command tr
 import gc
 import importlib
 import pathlib
+import sys
 import time
 import traceback
+from collections.abc import Sequence
 
 import jax
 import ml_collections
@@ -60,5 +62,16 @@ def driver_config(name: str, config: ml_collections.ConfigDict) -> ml_collection
     return own
 
 
+def refuse_overrides(argv: Sequence[str]) -> None:
+    """Exits with a sentence on what overrides look like: flags know the fields of the config itself alone."""
+    given = [argument for argument in argv[1:] if argument.lstrip("-").startswith("config.overrides")]
+    if given:
+        sys.exit(
+            f"error: {given[0]}: overrides are no flags; write them into a copy of configs/all.py, "
+            "like config.overrides.needle = ConfigDict({'trials': 3}), and say --config=COPY"
+        )
+
+
 if __name__ == "__main__":
+    refuse_overrides(sys.argv)
     launch(main, like=all_config)

@@ -4,22 +4,27 @@ Writes trials.jsonl (a row per program), summary.csv, programs.csv, claims.csv, 
 """
 
 import collections
+import dataclasses
+import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
+import kernels_pallas
 from configs import bench as bench_config
 from experiments.benchmark import bench_account, bench_model, bench_programs, bench_report, bench_scene, bench_stages
 from experiments.benchmark.bench_clock import Program, alternate, device_name, machine, memory, spread
 from experiments.benchmark.bench_scene import Scene
 from experiments.harness import checkpoints
-from experiments.harness.runner import Run, launch, reading_input
+from experiments.harness.runner import Run, launch, make_writable, reading_input
+from experiments.trials import checks
+from vestige_jax import init, models, step
 from vestige_jax.spec import CacheSpec
 
 KEY = ("group", "program", "dtype", "batch", "length")
@@ -29,10 +34,12 @@ NAMES = {"machine": ("copy", "matmul"), "stage": bench_stages.STAGES, "block": b
 
 def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     bench, start = Bench(config), time.monotonic()
+    if config.publish:
+        make_writable(pathlib.Path(config.publish), "--config.publish")
     print(bench.opening())
     with Run(out, bench.identity, key=KEY, seeds=[config.seed]) as run:
         for key in run.todo(bench.plan(), label="bench"):
-            if config.minutes and time.monotonic() - start > 60 * config.minutes:
+            if config.minutes and len(run.rows) and time.monotonic() - start > 60 * config.minutes:
                 print(f"\nstopped after {config.minutes:g} minutes: the same command goes on where this run ended")
                 break
             for row in bench.measure(key):
@@ -51,6 +58,8 @@ class Bench:
             _check(self.config)
             self.places, self.left_out = self._places()
             self.specs = {place: self._spec(*place[::2]) for place in self.places}
+            _check_kernels(dict.fromkeys((*self.specs.values(), *self._balanced())))
+            _check_model(self.config)
             self.identity = self.config.copy_and_resolve_references()
             with self.identity.unlocked():
                 del self.identity.minutes, self.identity.publish  # they decide no row
@@ -149,6 +158,13 @@ class Bench:
         spec = self._spec(dtype, length)
         return spec.nbytes(batch)["total"] + batch * length * spec.row_dim * spec.dtype.itemsize
 
+    def _balanced(self) -> Iterator[CacheSpec]:
+        """The specs of the indexes that are timed beside the paper's, one of each."""
+        for bits in self.config.balanced_bits:
+            with checks.naming(self.config, rank="balanced_rank", index_bits="balanced_bits"):
+                kind = dict(index="balanced", rank=self.config.balanced_rank, index_bits=bits)
+                yield dataclasses.replace(self.specs[self.places[0]], **kind)
+
     def _spec(self, dtype: str, length: int) -> CacheSpec:
         config = self.config
         return CacheSpec(
@@ -156,6 +172,29 @@ class Bench:
             block=config.block, rank=config.rank, fetch=config.fetch, dtype=checkpoints.dtype("dtypes", dtype),
             implementation=config.implementation or None,
         )  # fmt: skip
+
+
+def _check_kernels(specs: Iterable[CacheSpec]) -> None:
+    """Kernels that are asked for by name say what they cannot run while a step is traced."""
+    for spec in specs:
+        if spec.implementation not in (None, "xla"):
+            kernels_pallas.resolve(spec.implementation)
+            cache = jax.eval_shape(functools.partial(init, spec, 1))
+            query, row = (jax.ShapeDtypeStruct((1, *n, spec.row_dim), spec.dtype) for n in ((spec.num_heads,), ()))
+            jax.eval_shape(functools.partial(step, spec), cache, query, row)
+
+
+def _check_model(config: ml_collections.ConfigDict) -> None:
+    """The whole model's checkpoint is there, and its specs can be made."""
+    if config.checkpoint:
+        checks.checkpoint(config.checkpoint)
+        sizes = models.ModelConfig.from_json(checkpoints.checkpoint_folder(config.checkpoint))
+        for length in config.model_lengths:
+            try:
+                bench_model.specs(sizes, length)
+            except ValueError as error:
+                where = f"checkpoint={config.checkpoint!r} at model_lengths={length}"
+                raise ValueError(f"{where} cannot be timed: {error}") from error
 
 
 def traffic(seen: list) -> dict[str, Any]:
@@ -195,9 +234,9 @@ def resolved(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
-    for name in ("lengths", "batches", "dtypes", "balanced_bits"):
-        if len(set(config[name])) != len(config[name]) or not all(config[name]):
-            raise ValueError(f"{name}={config[name]} must be different values, none of them zero")
+    checks.distinct(config, "lengths", "batches", "dtypes", "balanced_bits", "model_lengths")
+    if config.block < 1:
+        raise ValueError(f"block={config.block} must be at least 1")
     wrong = [n for n in config.lengths if n < 1 or n % config.block]
     if wrong:
         raise ValueError(f"lengths={config.lengths} must be multiples of block={config.block}, {wrong} are not")
@@ -206,11 +245,13 @@ def _check(config: ml_collections.ConfigDict) -> None:
     for name in ("fired", "memory"):
         if not 0 < config[name] < 1:
             raise ValueError(f"{name}={config[name]} must lie between 0 and 1")
-    for name in ("rounds", "seed", "inner"):
-        if config[name] < (name != "seed"):
-            raise ValueError(f"{name}={config[name]} is too small")
-    if min(config.batches) < 1:
-        raise ValueError(f"batches={config.batches} must be at least 1")
+    least = dict(seed=0, rounds=1, seconds=0, inner=1, copy_mebibytes=1, matmul_side=1, minutes=0, ahead_at=1)
+    for name, bound in least.items():
+        if not config[name] >= bound:
+            raise ValueError(f"{name}={config[name]} must be at least {bound}")
+    for name, bound in dict(batches=1, stage_batches=1, model_lengths=2).items():
+        if not all(value >= bound for value in config[name]):
+            raise ValueError(f"{name}={config[name]} must be numbers of at least {bound}")
 
 
 if __name__ == "__main__":

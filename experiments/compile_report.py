@@ -42,6 +42,7 @@ from absl import flags
 from experiments import compilers
 from experiments.harness import tables
 from experiments.harness.rows import Rows, UserError, atomic
+from experiments.harness.runner import make_writable
 
 SIZES = ("device_mb", "temporary_mb", "accessed_mb", "declared_mb", "account_mb")
 RATIOS = {"accessed_ratio": "accessed_mb", "account_ratio": "account_mb"}
@@ -61,7 +62,6 @@ def main(target: str, lengths: list[int], only: list[str], out: pathlib.Path) ->
     if not programs:
         raise UserError(f"--only={','.join(only)} names no program; names begin with size, kernel, step or xla step")
     facts = {"target": target, "jax": importlib.metadata.version("jax"), "compiler": compilers.version(target)}
-    out.mkdir(parents=True, exist_ok=True)
     found = compile_all(compiler, programs, facts, out)
     table = [with_ratios(program, found) for program in programs]
     print(
@@ -132,6 +132,14 @@ def write_table(path: pathlib.Path, table: list[dict[str, Any]]) -> None:
             writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in values])
 
 
+def read_lengths(values: list[str]) -> list[int]:
+    """The numbers of --lengths. Raises UserError for what is none, or no multiple of 4096."""
+    lengths = [int(value) if value.strip().isdecimal() else 0 for value in values]
+    if not lengths or any(n < 4096 or n % 4096 for n in lengths):
+        raise UserError(f"--lengths={','.join(values)} must be multiples of 4096, like 32768,131072")
+    return lengths
+
+
 def launch(argv: list[str]) -> int:
     """Read the command line, then compile in a process whose environment the compiler needs."""
     values = flags.FlagValues()
@@ -142,16 +150,17 @@ def launch(argv: list[str]) -> int:
     flags.DEFINE_bool("inside", False, "set by this program for the process it starts", flag_values=values)
     try:
         rest = values(argv)[1:]
-        lengths = [int(n) for n in values.lengths]
-    except (flags.Error, ValueError) as error:
+    except flags.Error as error:
         raise UserError(str(error)) from None
-    if rest or values.target is None or not lengths or any(n <= 0 or n % 4096 for n in lengths):
-        raise UserError("say --target=tpu:v5e:2x2 (or h200), and --lengths that are multiples of 4096")
+    if rest or values.target is None:
+        raise UserError("say --target=tpu:v5e:2x2 (or h200), and nothing but flags")
+    lengths, out = read_lengths(values.lengths), pathlib.Path(values.out)
     name = compilers.platform(values.target)
+    make_writable(out)
     if not values.inside:
         command = [sys.executable, "-m", "experiments.compile_report", *argv[1:], "--inside"]
         return subprocess.run(command, env=compilers.environment(name)).returncode
-    return min(main(values.target, lengths, values.only, pathlib.Path(values.out)), 99)
+    return min(main(values.target, lengths, values.only, out), 99)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from experiments.harness.rows import UserError
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODULES = ("jax", "flax", "pytest", "hypothesis", "ml_collections", "absl", "matplotlib", "tqdm")
 PROBE = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='|')"
@@ -52,12 +54,17 @@ def parts(out: pathlib.Path) -> list[Part]:
 
 
 def main(out: pathlib.Path, probe: Sequence[str] = (sys.executable, "-c", PROBE)) -> int:
-    """The exit status: 0 if every part passed, 1 if one did not, 2 if this machine cannot run the check."""
+    """The exit status: 0 if every part passed, 1 if one did not, 2 if this machine cannot run the check.
+
+    Raises UserError where nothing can be written.
+    """
     problem = missing(probe)
     if problem:
         print(f"gpu-check cannot run here: {problem}")
         return 2
-    out.mkdir(parents=True, exist_ok=True)
+    from experiments.harness.runner import make_writable  # it imports what may have been missing
+
+    make_writable(out)
     results = [run(part, out) for part in parts(out.resolve())]
     print("\n" + "\n".join(results))
     return int(any(not line.startswith("passed") for line in results))
@@ -104,4 +111,7 @@ if __name__ == "__main__":
     chosen = [a.removeprefix("--out=") for a in sys.argv[1:] if a.startswith("--out=")]
     if len(chosen) != len(sys.argv[1:]):
         sys.exit("error: only --out=DIR is understood")
-    sys.exit(main(pathlib.Path(chosen[-1] if chosen else "results/gpu_check")))
+    try:
+        sys.exit(main(pathlib.Path(chosen[-1] if chosen else "results/gpu_check")))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -18,9 +18,9 @@ from experiments.harness.runner import Run, launch, reading_input
 from experiments.harness.twins import Twin
 from experiments.reports import index_report
 from experiments.text import corpus, needles
-from experiments.trials import index_ablations, index_workloads, sheets
+from experiments.trials import checks, index_ablations, index_workloads, sheets
 from experiments.trials.cells import Cells
-from experiments.trials.index_grid import KEY, Grid, kinds
+from experiments.trials.index_grid import KEY, Grid, kinds, named
 from experiments.trials.index_workloads import Workload
 
 LAYOUT = ("rows_dtype", "sinks", "fetch", "overflow", "shrinkage")
@@ -30,6 +30,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
     with Run(out, lab.identity, key=KEY, text=lab.text.hash, seeds=[config.seed]) as run:
         twins.check_weights(run, lab.twins)
+        checks.say_missing(lab.twins)
         for twin in lab.present:
             lab.load(twin)
             for kind in lab.workloads:
@@ -53,12 +54,10 @@ class Lab:
         with reading_input():
             _check(config)
             self.text, self.other = corpus.load(config.text), corpus.load(config.other_text)
-            self.twins = twins.family(config)
+            self.twins = checks.family(config)
             self.workloads = index_workloads.candidates(config)
             self.kinds = kinds(config)
             self.present = [twin for twin in self.twins if twin.weights]
-            if not self.present:
-                raise ValueError(f"checkpoint={config.checkpoint!r} must be a folder with a config.json")
             self._texts: dict[bytes, dict[str, needles.Prose]] = {}
             self._check_layouts()
         self.identity = config.copy_and_resolve_references()
@@ -124,16 +123,20 @@ class Lab:
         for workload in (workload for group in self.workloads.values() for workload in group):
             grid = self.grid(twin, workload, 1, "test")
             for kind in self.kinds:
-                grid.spec(grid.batches[0], kind)
+                with checks.naming(self.config, **named(self.config, kind)):
+                    grid.spec(grid.batches[0], kind)
 
 
 def _check(config: ml_collections.ConfigDict) -> None:
     """Sizes that nothing else would refuse."""
     least = dict(trials=1, reach_trials=1, batch=1, chunk=1, number_bytes=1, seed=0, tokens=2, ablation_texts=1)
+    least |= dict(fit_queries=1, old_texts=1)
     for name, bound in least.items():
         if config[name] < bound:
             raise ValueError(f"{name}={config[name]} must be at least {bound}")
-    shortest = min(config.prefix, *config.pairs)
+    checks.positive(config, "dense_below", "within")
+    checks.distinct(config, "ratios", "workloads")
+    shortest = min((config.prefix, *config.pairs))
     if not config.ratios or not 1 <= min(config.ratios) <= max(config.ratios) <= shortest:
         raise ValueError(f"ratios={config.ratios} must lie between 1 and the shortest prefix; 32 keeps one row in 32")
     if config.tokens >= config.prefix - index_workloads.ROOM:

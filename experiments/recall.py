@@ -21,7 +21,7 @@ from experiments.harness.runner import Run, launch, reading_input
 from experiments.reports import recall_report
 from experiments.text import corpus, haystack, needles
 from experiments.text.needles import Trial
-from experiments.trials import held_out, needle_batch, sheets
+from experiments.trials import checks, held_out, needle_batch, sheets
 from experiments.trials.cells import Cells
 from experiments.trials.listening import After, Listening
 from experiments.trials.needle_batch import Batch
@@ -71,20 +71,26 @@ class Lab:
         with reading_input():
             _check(config)
             loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
+            checks.checkpoint(config.checkpoint)
             named = map(baselines.method, (*config.methods, *config.starved_methods, *config.other_recalls))
             reading = [method for method in named if method.rereads]  # none of the others looks at a second reading
             self.cells = Cells(config.checkpoint, **loading, methods=reading)
             other = corpus.load(config.other_text)
             self.prose = {"prose": self.cells.prose, "code": needles.Prose(other, self.cells.prose.encoder)}
             self.workloads = _workloads(config)
-            for workloads in self.workloads.values():  # what cannot be run is said before anything is
-                for workload in workloads:
-                    self._trials(workload, 1, "validation")
+            self._check_layouts()
             self.tau = self._spec(self._batches(self.workloads["single"][0], 1, "test")[0], (1,)).recall_target
         self.identity = config.copy_and_resolve_references()
         with self.identity.unlocked():
             self.identity.weights = fingerprint(self.cells.folder)
             self.identity.other_text_hash = other.hash
+
+    def _check_layouts(self) -> None:
+        """What cannot be run is said before anything is: every workload and every text, under every index."""
+        for workload in (workload for group in self.workloads.values() for workload in group):
+            batch = self._batches(workload, 1, "test")[0]
+            list(self._columns(workload, batch))
+        list(self.texts())
 
     def answered(self, run: Run, kind: str) -> Workload | None:
         """The first workload of a kind that dense attention answers, on validation needles; None if it is none."""
@@ -191,7 +197,8 @@ class Lab:
 
     def _spec(self, batch: Batch, ratios: tuple[int, ...], **changes: Any):
         layout = {name: self.config[name] for name in LAYOUT} | {"block": batch.prefix} | changes
-        return self.cells.spec(batch, ratios=ratios, **layout)
+        with checks.naming(self.config, **({"rank": "ranks"} if "rank" in changes else {})):
+            return self.cells.spec(batch, ratios=ratios, **layout)
 
     def _sheet(self, workload: Workload, batches: list[Batch], columns: list[Column]) -> Sheet:
         place = {"workload": workload.name, "prefix": workload.prefix}
@@ -212,7 +219,10 @@ def _check(config: ml_collections.ConfigDict) -> None:
     for name in ("trials", "reach_trials", "batch", "chunk", "sequences", "queries"):
         if config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
-    if not config.ratios or not 1 <= min(config.ratios) <= max(config.ratios) <= min(config.prefix, *config.pairs):
+    checks.positive(config, "dense_below")
+    checks.distinct(config, "ratios", "methods", "starved", "starved_methods", "ranks", "other_recalls", "recall_at")
+    shortest = min((config.prefix, *config.pairs))
+    if not config.ratios or not 1 <= min(config.ratios) <= max(config.ratios) <= shortest:
         raise ValueError(f"ratios={config.ratios} must lie between 1 and the shortest prefix; 32 keeps one row in 32")
     for name, least in (("starved", 1), ("ranks", 0), ("recall_at", 1), ("many", 2)):
         if not config[name] or min(config[name]) < least:

@@ -22,7 +22,7 @@ from experiments.harness.twins import Twin
 from experiments.reports import selection_report
 from experiments.reports.selection_report import Reach
 from experiments.text import corpus, needles
-from experiments.trials import sheets
+from experiments.trials import checks, sheets
 from experiments.trials.cells import Cells
 from experiments.trials.needle_batch import Batch
 from experiments.trials.sheets import Column, Sheet
@@ -41,6 +41,7 @@ def main(config: ml_collections.ConfigDict, out: pathlib.Path) -> None:
     lab = Lab(config)
     with Run(out, lab.identity, key=KEY, text=lab.text, seeds=[config.seed]) as run:
         twins.check_weights(run, lab.twins)
+        checks.say_missing(lab.twins)
         for prefix in config.prefixes:
             lab.methods(prefix).fill(run, f"methods, {prefix}")
         reach = lab.reach(run)
@@ -60,7 +61,7 @@ class Lab:
         with reading_input():
             _check(config)
             self.text = corpus.load(config.text).hash
-            self.twins = twins.family(config)
+            self.twins = checks.family(config)
             self.main = next(twin for twin in self.twins if twin.arm == "nope" and twin.seed == 0)
             self.columns = _columns(config)
             self._prose: dict[bytes, needles.Prose] = {}
@@ -211,6 +212,12 @@ def _check(config: ml_collections.ConfigDict) -> None:
             )
     if not config.methods or not config.arm_methods:
         raise ValueError(f"methods and arm_methods must name at least one; {baselines.known()}")
+    rules = ("none", "certified", *(name for name in baselines.RECALLS if name not in ("", "recall")))
+    if config.recall not in rules:
+        raise ValueError(f"recall={config.recall!r} is unknown; choose from {', '.join(rules)}")
+    checks.positive(config, "dense_below")
+    lists = ("prefixes", "arm_lengths", "ratios", "width_ratios", "merge_ratios", "arm_ratios", "widths")
+    checks.distinct(config, *lists, "methods", "arm_methods", "order_methods")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed} must be at least 0")
 

@@ -84,6 +84,7 @@ class Trainer:
         self.config = config
         with reading_input():
             check_counts(config)
+            check_recipe(config)
             self.phases = [read_phase(phase) for phase in config.phases]
             self.steps = sum(phase.steps for phase in self.phases)
             self.tokenizer = Tokenizer.load(config.tokenizer)
@@ -167,6 +168,23 @@ def check_counts(config: ml_collections.ConfigDict) -> None:
             raise ValueError(f"{name}={config[name]!r} has to be a whole number of at least {low}")
     if not config.phases:
         raise ValueError("phases=() has to hold at least one (tokens, sequences, steps, share)")
+
+
+def check_recipe(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError that names the number with which nothing could be learnt."""
+    for name in ("rate", "clip", "embedding", "residual"):
+        if not 0 < config[name] < math.inf:
+            raise ValueError(f"{name}={config[name]} has to be a number above 0")
+    if not 0 <= config.b2 < 1:
+        raise ValueError(f"b2={config.b2} has to lie in 0..1, 1 itself not")
+    if not 0 <= config.decay < math.inf:
+        raise ValueError(f"decay={config.decay} has to be a number of at least 0")
+    for name in ("final", "text_weight"):
+        if not 0 <= config[name] <= 1:
+            raise ValueError(f"{name}={config[name]} has to lie in 0..1")
+    fewest, most = config.needles if len(config.needles) == 2 else (0, 0)
+    if not 1 <= fewest <= most:
+        raise ValueError(f"needles={config.needles} has to be two whole numbers, the fewest (at least 1) and the most")
 
 
 def is_count(value: Any, low: int = 1) -> bool:

@@ -46,9 +46,20 @@ def test_every_make_target_that_is_named_exists(repository, documents):
 
 def test_modules_and_configs_that_are_named_exist(repository, documents):
     text = "".join(documents.values()) + (repository / "Makefile").read_text()
-    modules = set(re.findall(r"-m (experiments\.\w+)", text))
+    modules = set(re.findall(r"-m (experiments(?:\.\w+)+)", text))
     configs = set(re.findall(r"--config=(configs/\w+\.py)", text))
     assert modules and configs
+    missing = [name for name in modules if not (repository / (name.replace(".", "/") + ".py")).exists()]
+    assert not missing + [name for name in configs if not (repository / name).exists()]
+
+
+def test_modules_that_code_names_in_words_exist(repository):
+    """Docstrings, comments and messages of configs/ and experiments/: commands, and configs that they begin with."""
+    files = [path for folder in ("configs", "experiments") for path in sorted((repository / folder).rglob("*.py"))]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    modules = set(re.findall(r"-m (experiments(?:\.\w+)+)", text))
+    configs = set(re.findall(r"\b(configs/\w+\.py)", text)) - {"configs/NAME.py"}
+    assert len(modules) > 10 and len(configs) > 10
     missing = [name for name in modules if not (repository / (name.replace(".", "/") + ".py")).exists()]
     assert not missing + [name for name in configs if not (repository / name).exists()]
 

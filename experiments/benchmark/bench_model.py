@@ -13,6 +13,7 @@ from experiments.harness import checkpoints
 from experiments.text import corpus
 from vestige_jax import generation, models
 from vestige_jax.models import DecoderState
+from vestige_jax.spec import CacheSpec
 
 NAMES = ("policy", "dense")
 STEPS = 32  # tokens in one compiled loop
@@ -25,11 +26,15 @@ def programs(config: ml_collections.ConfigDict, length: int, seen: list) -> list
     """
     folder = checkpoints.checkpoint_folder(config.checkpoint)
     model, ids = models.load(folder), prompt(folder, length + STEPS)
-    block = min(4096, length)
-    sizes = {"rank": min(8, model.config.kv_lora_rank), "fetch": 1024, "dtype": jnp.float32}
-    policy = model.config.cache_spec(length + STEPS, block=block, **sizes)
-    dense = model.config.cache_spec(length + STEPS, block=length + STEPS + 1, **sizes)
-    return [_program(name, model, spec, ids, seen) for name, spec in zip(NAMES, (policy, dense), strict=True)]
+    named = zip(NAMES, specs(model.config, length), strict=True)
+    return [_program(name, model, spec, ids, seen) for name, spec in named]
+
+
+def specs(config: models.ModelConfig, length: int) -> tuple[CacheSpec, CacheSpec]:
+    """Of the policy, and of a cache that closes no block. ValueError for a model that cannot be served like this."""
+    sizes = {"rank": min(8, config.kv_lora_rank), "fetch": 1024, "dtype": jnp.float32}
+    policy = config.cache_spec(length + STEPS, block=min(4096, length), **sizes)
+    return policy, config.cache_spec(length + STEPS, block=length + STEPS + 1, **sizes)
 
 
 def prompt(folder, count: int) -> jax.Array:

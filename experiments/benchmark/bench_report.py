@@ -238,6 +238,7 @@ def plot(path: pathlib.Path, summary: Sequence[Row], config: ml_collections.Conf
         panel.minorticks_off()
         panel.set_xlabel("closed rows")
         panel.grid(alpha=0.3)
-    left.legend(fontsize="x-small")
+    if summary:
+        left.legend(fontsize="x-small")
     figure.suptitle(f"Decode step of one MLA layer, {config.device}", fontsize=10)
     plots.save(figure, path)

@@ -48,22 +48,22 @@ def kernels(compiler: Compiler, rows: int) -> Iterator[Program]:
     name = KERNELS[compiler.platform]
     spec, size = _spec(compiler, rows, name), _layout(compiler)
     width = _cache(compiler, rows, name).archive.words.shape[2]
-    word = functools.partial(_shape, 1, dtype=jnp.uint16)
-    query, count = _shape(1, HEADS, LATENT + BRANCH, dtype=jnp.bfloat16), _shape(1, dtype=jnp.int32)
+    word = functools.partial(shape, 1, dtype=jnp.uint16)
+    query, count = shape(1, HEADS, LATENT + BRANCH, dtype=jnp.bfloat16), shape(1, dtype=jnp.int32)
     keywords = {"latent_dim": LATENT, "scale": spec.scale, "implementation": name}
 
     def attend(slots):
         return functools.partial(kernels_pallas.attend, **keywords), (query, word(slots, width), count), ()
 
     def attend_list(fetched):
-        arguments = (query, word(rows, width), _shape(1, fetched, dtype=jnp.int32), count)
+        arguments = (query, word(rows, width), shape(1, fetched, dtype=jnp.int32), count)
         return functools.partial(kernels_pallas.attend_list, **keywords), arguments, ()
 
     def scan(branch, rank):
         return _scan(compiler, rows, branch, rank, (rank, spec.index_dtype))
 
     def compact(fetched):
-        margins = kernels_pallas.Margins(_shape(1, rows), _shape(1, -(-rows // 128), dtype=jnp.int32))
+        margins = kernels_pallas.Margins(shape(1, rows), shape(1, -(-rows // 128), dtype=jnp.int32))
         return functools.partial(kernels_pallas.compact, width=fetched, implementation=name), (margins,), ()
 
     tier1, in_place = spec.tier1_slots, account.scan_in_place(size, rows)
@@ -89,10 +89,10 @@ def narrow_kernels(compiler: Compiler, rows: int, bits: int) -> Iterator[Program
 
 def _scan(compiler, rows, branch, rank, code):
     name = KERNELS[compiler.platform]
-    probe = [_shape(1, HEADS, n) for n in (branch, rank, 1)]
-    entry = _shape(1, rows, code[0], dtype=code[1]), _shape(1, 1, rows), _shape(1, rows, dtype=bool)
-    stored = _shape(1, rows, _cache(compiler, rows, name).archive.words.shape[2], dtype=jnp.uint16)
-    arguments = (*probe, _shape(1, HEADS), stored, *entry, _shape(1, dtype=jnp.int32))
+    probe = [shape(1, HEADS, n) for n in (branch, rank, 1)]
+    entry = shape(1, rows, code[0], dtype=code[1]), shape(1, 1, rows), shape(1, rows, dtype=bool)
+    stored = shape(1, rows, _cache(compiler, rows, name).archive.words.shape[2], dtype=jnp.uint16)
+    arguments = (*probe, shape(1, HEADS), stored, *entry, shape(1, dtype=jnp.int32))
     return functools.partial(kernels_pallas.scan, latent_dim=LATENT, implementation=name), arguments, ()
 
 
@@ -121,7 +121,7 @@ def policy_steps(
 
 
 def _step(compiler, rows, implementation, index_kind, function):
-    query, row = (_shape(1, *n, LATENT + BRANCH, dtype=jnp.bfloat16) for n in ((HEADS,), ()))
+    query, row = (shape(1, *n, LATENT + BRANCH, dtype=jnp.bfloat16) for n in ((HEADS,), ()))
     spec = _spec(compiler, rows, implementation, index_kind)
     return functools.partial(function, spec), (_cache(compiler, rows, implementation, index_kind), query, row), (0,)
 
@@ -191,5 +191,6 @@ def _layout(compiler, index_kind=PAPER) -> account.Layout:
     return account.layout(compiler.platform, LATENT, BRANCH, rank, kind=kind, bits=bits)
 
 
-def _shape(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
+def shape(*sizes, dtype="float32") -> jax.ShapeDtypeStruct:
+    """An array that a program is compiled for."""
+    return jax.ShapeDtypeStruct(sizes, dtype)

@@ -3,11 +3,10 @@
 import functools
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 
 import kernels_pallas
-from experiments.compilation.compile_programs import KERNELS, Program
+from experiments.compilation.compile_programs import KERNELS, Program, shape
 from experiments.compilers import Compiler
 from kernels_pallas.words import row_words
 
@@ -39,41 +38,37 @@ def sizes(compiler: Compiler) -> Iterator[Program]:
 
 def _attend(compiler, latent, branch, heads, word, *, listed):
     keywords = {"latent_dim": latent, "scale": 1.0, "implementation": KERNELS[compiler.platform]}
-    query = _shape(BATCH, heads, latent + branch, dtype=_float(word))
-    rows, count = _rows(compiler, latent + branch, word), _shape(BATCH, dtype=jnp.int32)
+    query = shape(BATCH, heads, latent + branch, dtype=_float(word))
+    rows, count = _rows(compiler, latent + branch, word), shape(BATCH, dtype=jnp.int32)
     if listed:
-        arguments = (query, rows, _shape(BATCH, FETCHED, dtype=jnp.int32), count)
+        arguments = (query, rows, shape(BATCH, FETCHED, dtype=jnp.int32), count)
         return functools.partial(kernels_pallas.attend_list, **keywords), arguments, ()
     return functools.partial(kernels_pallas.attend, **keywords), (query, rows, count), ()
 
 
 def _scan(compiler, latent, branch, heads, word, rank, *, copied):
     width, numbers = (0, branch + rank) if copied else (branch, rank)
-    code = _shape(BATCH, ROWS, numbers, dtype=_float(word) if compiler.platform == "tpu" else jnp.float16)
+    code = shape(BATCH, ROWS, numbers, dtype=_float(word) if compiler.platform == "tpu" else jnp.float16)
     return _call(compiler, latent, _rows(compiler, latent + branch, word), (heads, width, numbers), code)
 
 
 def _narrow(compiler, latent, branch, heads, used, rank, bits):
-    code = _shape(BATCH, ROWS, rank * bits // 8, dtype=jnp.int8 if bits == 8 else jnp.uint8)
+    code = shape(BATCH, ROWS, rank * bits // 8, dtype=jnp.int8 if bits == 8 else jnp.uint8)
     return _call(compiler, latent, _rows(compiler, latent + branch, jnp.uint16), (heads, used, rank), code)
 
 
 def _call(compiler, latent, rows, probe, code):
     heads, width, rank = probe
-    probe = [_shape(BATCH, heads, n) for n in (width, rank, 1)]
-    entry, count = (code, _shape(BATCH, 1, ROWS), _shape(BATCH, ROWS, dtype=bool)), _shape(BATCH, dtype=jnp.int32)
+    probe = [shape(BATCH, heads, n) for n in (width, rank, 1)]
+    entry, count = (code, shape(BATCH, 1, ROWS), shape(BATCH, ROWS, dtype=bool)), shape(BATCH, dtype=jnp.int32)
     function = functools.partial(kernels_pallas.scan, latent_dim=latent, implementation=KERNELS[compiler.platform])
-    return function, (*probe, _shape(BATCH, heads), rows, *entry, count), ()
+    return function, (*probe, shape(BATCH, heads), rows, *entry, count), ()
 
 
 def _rows(compiler, width, word):
     with compiler.tracing():
-        return _shape(BATCH, ROWS, row_words(width), dtype=word)
+        return shape(BATCH, ROWS, row_words(width), dtype=word)
 
 
 def _float(word):
     return jnp.bfloat16 if word == jnp.uint16 else jnp.float32
-
-
-def _shape(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)

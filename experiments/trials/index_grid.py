@@ -15,7 +15,7 @@ from experiments.harness.runner import Run
 from experiments.trials import held_out, needle_batch
 from experiments.trials.cells import Cells
 from experiments.trials.needle_batch import Batch
-from experiments.trials.sheets import judge
+from experiments.trials.sheets import judge, rows_of
 from vestige_jax import baselines, generation
 
 KEY = ("checkpoint", "workload", "index", "rank", "bits", "target", "ratio", "trial")
@@ -78,6 +78,17 @@ def candidate(config: ml_collections.ConfigDict) -> Kind:
     return Kind("balanced", config.candidate_rank, config.candidate_bits, config.candidate_target)
 
 
+def named(config: ml_collections.ConfigDict, kind: Kind) -> dict[str, str]:
+    """The fields of the config that a kind's fields of a CacheSpec come from."""
+    first = candidate(config)
+    if kind == reference(config):
+        return {"rank": "paper_rank"}
+    if dataclasses.replace(kind, bits=first.bits) == first:
+        bits = "candidate_bits" if kind == first else "bits"
+        return {"rank": "candidate_rank", "index_bits": bits, "recall_target": "candidate_target"}
+    return {"rank": f"{kind.index}_ranks", "index_bits": "bits"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Kinds of index at ratios, on the batches of one workload; a dense cell first, against which all are judged."""
@@ -123,7 +134,7 @@ class Grid:
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """What the run knows of this workload on this checkpoint."""
-        return [row for row in run.rows if all(row[field] == value for field, value in self.place.items())]
+        return rows_of(run, self.place)
 
     def spec(self, batch: Batch, kind: Kind):
         """One spec for every ratio. Raises ValueError for an index that it refuses."""

@@ -62,7 +62,7 @@ class Sheet:
 
     def rows(self, run: Run) -> list[dict[str, Any]]:
         """What the run knows of this sheet."""
-        return [row for row in run.rows if all(row[field] == value for field, value in self.place.items())]
+        return rows_of(run, self.place)
 
     def _measure(self, key: tuple, run: Run, dense: dict[int, float]) -> Iterator[dict[str, Any]]:
         batch, column = next(
@@ -81,8 +81,7 @@ class Sheet:
         """What an earlier run knew of the dense column."""
         if not dense:
             first = dict(self.place) | dict(self.columns[0].fields)
-            known = (row for row in run.rows if all(row[field] == value for field, value in first.items()))
-            dense.update({row["trial"]: row["nll"] for row in known})
+            dense.update({row["trial"]: row["nll"] for row in rows_of(run, first)})
 
     def _column(self, batch: Batch, column: Column) -> list[dict[str, Any]]:
         spec, state = self.cells.compressed(column.spec, batch, column.method, column.ratio, self.seed)
@@ -93,6 +92,11 @@ class Sheet:
 
     def _key(self, column: Column, trial: int) -> tuple:
         return (*self.place.values(), *column.fields.values(), trial)
+
+
+def rows_of(run: Run, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a run that have these values in these fields."""
+    return [row for row in run.rows if all(row[field] == value for field, value in fields.items())]
 
 
 def judge(row: Mapping[str, Any], base: float, below: float = 1.0) -> dict[str, Any]:

@@ -68,6 +68,12 @@ def test_overrides_reach_the_driver():
         driver_config("noodle", config)
 
 
+def test_overrides_on_the_command_line_are_refused_with_what_they_look_like():
+    everything.refuse_overrides(["all", "--config=configs/all.py", "--config.drivers=needle"])
+    with pytest.raises(SystemExit, match="^error: --config.overrides.needle.trials=3: .*config.overrides.needle ="):
+        everything.refuse_overrides(["all", "--config=configs/all.py", "--config.overrides.needle.trials=3"])
+
+
 def test_a_driver_that_fails_stops_no_other_and_the_report_says_so(finished, monkeypatch, capsys):
     config, done = all_config.get_config(), []
     config.drivers = ("geometry", "needle")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from experiments import bench, gpu_check
 from experiments.benchmark import bench_account, bench_clock, bench_programs, bench_report, bench_scene
 from experiments.benchmark.bench_clock import Program
 from experiments.harness.rows import UserError
+from tests.kernels.backends import tracing_for
 from vestige_jax import init
 from vestige_jax.spec import CacheSpec
 
@@ -163,14 +165,42 @@ def test_steps_of_the_loop_copy_no_cache():
         ({"tail": 63}, "tail=63 must lie in"),
         ({"fired": 0.0}, "fired=0.0 must lie between"),
         ({"dtypes": ("float8",)}, "dtypes='float8' must be float32 or bfloat16"),
-        ({"batches": (1, 1)}, "must be different values"),
+        ({"batches": (1, 1)}, r"batches=\(1, 1\) must be different values"),
+        ({"batches": (0,)}, r"batches=\(0,\) must be numbers of at least 1"),
+        ({"implementation": "foo"}, "implementation='foo' is not known; choose"),
+        ({"implementation": "mosaic_gpu"}, "implementation='mosaic_gpu' cannot run here: it needs a GPU"),
+        ({"balanced_bits": (5,)}, r"balanced_bits=\(5,\) cannot be run: index_bits=5 is not available"),
+        ({"balanced_rank": 99}, "balanced_rank=99 cannot be run: rank=99 of a balanced index must lie in 1..48"),
+        ({"rank": 99}, "rank=99 must be at most latent_dim=32"),
+        ({"copy_mebibytes": 0}, "copy_mebibytes=0 must be at least 1"),
+        ({"matmul_side": 0}, "matmul_side=0 must be at least 1"),
+        ({"model_lengths": (-5,)}, r"model_lengths=\(-5,\) must be numbers of at least 2"),
+        ({"stage_batches": (-5,)}, r"stage_batches=\(-5,\) must be numbers of at least 1"),
+        ({"minutes": -5.0}, "minutes=-5.0 must be at least 0"),
+        ({"seconds": -1.0}, "seconds=-1.0 must be at least 0"),
+        ({"checkpoint": "nowhere"}, "checkpoint='nowhere' must be a folder with a config.json"),
+        ({"checkpoint": "vestige_jax/checkpoints/tiny_rope"}, "checkpoint=.*tiny_rope.*rotated"),
+        ({"publish": __file__}, "cannot write in the folder .*choose another --config.publish"),
         ({"memory": 1e-9}, "not even"),
-        ({"rounds": 0}, "rounds=0 is too small"),
+        ({"rounds": -1}, "rounds=-1 must be at least 1"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        bench.main(config(**changes), tmp_path)
+        bench.main(config(**changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_kernels_say_what_they_cannot_run_before_anything_is_timed():
+    with tracing_for("gpu", "NVIDIA H200"):
+        bench.Bench(config(implementation="mosaic_gpu"))
+        with pytest.raises(UserError, match="implementation='mosaic_gpu' cannot run here: rows are .*float32 not"):
+            bench.Bench(config(implementation="mosaic_gpu", dtypes=("bfloat16", "float32")))
+
+
+def test_the_shortest_run_still_has_its_tables(tmp_path, capsys):
+    bench.main(config(minutes=1e-9), tmp_path)
+    assert "stopped after" in capsys.readouterr().out and (tmp_path / "summary.csv").exists()
 
 
 def test_what_does_not_fit_is_left_out_and_said():
@@ -286,6 +316,12 @@ def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path, capsys, monkeypatch
     assert gpu_check.main(tmp_path, says("gpu|NVIDIA H200")) == 1
     lines = capsys.readouterr().out.strip().splitlines()[-3:]
     assert [line.split("  ")[0] for line in lines] == ["FAILED with status 3", "FAILED: stopped after 1 s", "passed"]
+
+
+def test_gpu_check_says_where_it_cannot_write(monkeypatch):
+    monkeypatch.setattr(gpu_check, "parts", lambda out: pytest.fail("begun"))
+    with pytest.raises(UserError, match="cannot write in the folder .*test_bench.py .*--out"):
+        gpu_check.main(Path(__file__), says("gpu|NVIDIA H200"))
 
 
 def test_gpu_check_ends_within_eight_minutes(tmp_path):

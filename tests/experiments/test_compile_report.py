@@ -85,9 +85,16 @@ def test_an_error_is_printed_counted_and_tried_again(told, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["--target=tpu"], "--target=tpu is not known"), ([], "say --target"), (["--target=h200", "--lengths=5"], "4096"),
-     (["--target=h200", "--lengths=x"], "invalid literal"), (["--target=h200", "more"], "say --target")],
-)  # fmt: skip
+    [
+        (["--target=tpu"], "--target=tpu is not known"),
+        ([], "say --target"),
+        (["--target=h200", "more"], "say --target"),
+        (["--target=h200", "--lengths=5"], "--lengths=5 must be multiples of 4096"),
+        (["--target=h200", "--lengths=abc,4096"], "--lengths=abc,4096 must be multiples"),
+        (["--target=h200", "--lengths="], "--lengths= must be"),
+        (["--target=h200", f"--out={__file__}"], "cannot write in the folder .*test_compile_report.py .*--out"),
+    ],
+)
 def test_a_command_line_that_cannot_be_meant(arguments, message):
     with pytest.raises(UserError, match=message):
         compile_report.launch(["compile_report", *arguments])

@@ -120,10 +120,20 @@ class TestRun:
         ({"ratios": (1000,)}, "ratios=.*shortest prefix"),
         ({"tokens": 190}, "tokens=190 must be fewer than prefix=192"),
         ({"trials": 0}, "trials=0 must be at least 1"),
-        ({"sketch_ranks": (9,)}, "rank=9 must be at most latent_dim=8"),
-        ({"balanced_ranks": (13,), "bits": (16,)}, "rank=13 of a balanced index must lie in 1..12"),
-        ({"balanced_ranks": (7,), "bits": (4,)}, "rank=7 must be even for index_bits=4"),
-        ({"checkpoint": "nowhere", "twin": ""}, "checkpoint='nowhere' must be a folder"),
+        ({"sketch_ranks": (9,)}, r"sketch_ranks=\(9,\) cannot be run: rank=9 must be at most latent_dim=8"),
+        ({"balanced_ranks": (13,), "bits": (16,)}, "balanced_ranks=.* rank=13 of a balanced index must lie in 1..12"),
+        ({"balanced_ranks": (7,), "bits": (4,)}, "balanced_ranks=.* rank=7 must be even for index_bits=4"),
+        ({"bits": (5,)}, r"bits=\(5,\) cannot be run: index_bits=5 is not available"),
+        ({"paper_rank": 9}, "paper_rank=9 cannot be run"),
+        ({"candidate_target": 1.0}, "candidate_target=1.0 cannot be run"),
+        ({"checkpoint": "nowhere"}, "checkpoint='nowhere' must be a folder with a config.json"),
+        ({"checkpoint": ""}, "checkpoint='' must be a folder"),
+        ({"training_seeds": (7,)}, r"training_seeds=\(7,\) must hold 0"),
+        ({"training_seeds": (0, -1)}, "training_seeds=.*at least 0"),
+        ({"within": -1.0}, "within=-1.0 must be above 0"),
+        ({"dense_below": -5.0}, "dense_below=-5.0 must be above 0"),
+        ({"ratios": (8, 8)}, r"ratios=\(8, 8\) must be different values, 8 is there twice"),
+        ({"pairs": (), "ratios": (1000,)}, "ratios=.*shortest prefix"),
         ({"old_prefixes": (300,)}, "old_prefixes=300 must be a multiple of old_fit=96"),
         ({"calibration_queries": (500,)}, "calibration_queries=500 must be at most prefix=192"),
         ({"ages": (0,)}, "ages=0 must be at least 1"),
@@ -133,6 +143,18 @@ def test_what_cannot_be_run_is_refused_in_one_sentence(make_config, tmp_path, ch
     with pytest.raises(UserError, match=message):
         index.main(make_config(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_is_named_before_anything_is_measured(make_config, tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(index.Lab, "answered", stop)
+    with pytest.raises(InterruptedError):
+        index.main(make_config(twin="no/twin"), tmp_path / "out")
+    said = capsys.readouterr().out
+    assert [f"not there, left out: no/twin{seed}; made by: python -m" in said for seed in ("", "_1")] == [True, True]
+    assert "nope_1; made by: python -m experiments.train" in said
 
 
 @pytest.mark.parametrize("kind", index_workloads.KINDS)

@@ -127,6 +127,12 @@ class TestRun:
         ({"many": (1000,)}, "needles=1000 do not fit"),
         ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
         ({"checkpoint": ""}, "checkpoint='' must be a folder"),
+        ({"checkpoint": "nowhere"}, "checkpoint='nowhere' must be a folder with a config.json"),
+        ({"ranks": (2, 99)}, r"ranks=\(2, 99\) cannot be run: rank=99 must be at most latent_dim=8"),
+        ({"top_j": -1}, "top_j=-1"),
+        ({"dense_below": float("nan")}, "dense_below=nan must be above 0"),
+        ({"methods": ("vestige", "vestige")}, "methods=.* must be different values, 'vestige' is there twice"),
+        ({"ratios": (4, 4)}, r"ratios=\(4, 4\) must be different"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(make_config, tmp_path, changes, message):

@@ -147,19 +147,34 @@ def test_mergers_have_ratios_of_their_own_and_widths_stop_at_the_branch(twins):
     "changes, message",
     [
         ({"methods": ("sigma", "h3o")}, "method 'h3o' is unknown"),
-        ({"recall": "h3o"}, r"method 'sigma\+h3o' is unknown"),
+        ({"recall": "h3o"}, "recall='h3o' is unknown; choose from none, certified, quest"),
+        ({"ratios": (4, 4)}, r"ratios=\(4, 4\) must be different values"),
+        ({"methods": ("sigma", "sigma")}, "methods=.* must be different values, 'sigma' is there twice"),
+        ({"dense_below": -5.0}, "dense_below=-5.0 must be above 0"),
+        ({"training_seeds": (7,)}, r"training_seeds=\(7,\) must hold 0"),
         ({"ratios": (1000,)}, "ratios=.*shortest of prefixes"),
         ({"arm_ratios": (0,)}, "arm_ratios=.*between 1"),
         ({"arm_lengths": ()}, "arm_lengths=.*numbers of tokens"),
         ({"trials": 0}, "trials=0 must be at least 1"),
         ({"arm_methods": ()}, "at least one"),
-        ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder|no/such/folder"),
+        ({"checkpoint": "no/such/folder"}, "checkpoint='no/such/folder' must be a folder with a config.json"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(twins, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         selection.main(make_config(twins, **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_is_named_before_anything_is_measured(twins, tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(sheets.Sheet, "fill", stop)
+    with pytest.raises(InterruptedError):
+        selection.main(make_config(twins, twin="no/twin"), tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "not there, left out: no/twin; made by: python -m experiments.train" in said and "nope_1; made by" in said
 
 
 # The report
