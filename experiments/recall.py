@@ -71,7 +71,6 @@ class Lab:
         with reading_input():
             _check(config)
             loading = {name: config[name] for name in ("text", "weights_dtype", "chunk")}
-            checks.checkpoint(config.checkpoint)
             named = map(baselines.method, (*config.methods, *config.starved_methods, *config.other_recalls))
             reading = [method for method in named if method.rereads]  # none of the others looks at a second reading
             self.cells = Cells(config.checkpoint, **loading, methods=reading)

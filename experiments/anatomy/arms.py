@@ -24,6 +24,7 @@ from experiments.harness.claims import Estimate
 from experiments.harness.runner import Run
 from experiments.harness.stats import percentiles, resampled
 from experiments.text import corpus, needles
+from experiments.trials import checks
 from vestige_jax import models
 
 KEY = ("prompt", "arm", "layer", "quantity")
@@ -59,8 +60,9 @@ def load(config: ml_collections.ConfigDict, turned: bool = False) -> dict[str, A
     A rotated checkpoint is the rope arm. Grouped queries have no branch to turn. Raises ValueError where a rotated
     checkpoint has a twin, or where the twin is not rotated.
     """
-    if not config.checkpoint:
-        raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
+    checks.checkpoint(config.checkpoint)
+    if config.twin:
+        checks.checkpoint(config.twin, "twin")
     text = corpus.load(config.text)
     first = _load(config.checkpoint, config.weights_dtype, text)
     if first.model.config.rotated:

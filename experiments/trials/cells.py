@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import vestige_jax as vk
 from experiments.harness.checkpoints import checkpoint_folder, dtype
 from experiments.text import corpus, needles
-from experiments.trials import needle_batch, serving
+from experiments.trials import checks, needle_batch, serving
 from experiments.trials.needle_batch import Batch
 from vestige_jax import baselines, generation, models
 from vestige_jax.models import DecoderState, MLAState
@@ -39,8 +39,7 @@ class Cells:
         methods: Iterable[baselines.Method] = (),
         prose: needles.Prose | None = None,
     ):
-        if not checkpoint:
-            raise ValueError("checkpoint='' must be a folder, like vestige_jax/checkpoints/tiny_nope")
+        checks.checkpoint(checkpoint)
         self.folder, self.chunk, self.methods = checkpoint_folder(checkpoint), chunk, tuple(methods)
         self.model = models.load(self.folder, dtype=dtype("weights_dtype", weights_dtype))
         self.prose = prose or needles.Prose(corpus.load(text), models.Tokenizer.load(self.folder))

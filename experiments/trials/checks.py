@@ -37,12 +37,10 @@ def naming(config: ml_collections.ConfigDict, **fields: str) -> Iterator[None]:
         raise ValueError(f"{name}={config[name]} cannot be run: {error}") from error
 
 
-def checkpoint(path: str) -> None:
+def checkpoint(path: str, name: str = "checkpoint") -> None:
     """Raises unless a checkpoint is there."""
     if not path or not (checkpoint_folder(path) / "config.json").exists():
-        raise ValueError(
-            f"checkpoint={path!r} must be a folder with a config.json, like vestige_jax/checkpoints/tiny_nope"
-        )
+        raise ValueError(f"{name}={path!r} must be a folder with a config.json, like vestige_jax/checkpoints/tiny_nope")
 
 
 def family(config: ml_collections.ConfigDict) -> list[Twin]:

@@ -95,7 +95,7 @@ def test_a_finished_run_measures_nothing(finished, tiny, monkeypatch, capsys):
         (dict(queries=33), "queries=33 must be at least 1 and at most 32"),
         (dict(kind="verse"), "kind='verse' is unknown; choose one of prose, needle"),
         (dict(checkpoint=""), "checkpoint='' must be a folder"),
-        (dict(twin="no/such"), "no checkpoint folder|no model config"),
+        (dict(twin="no/such"), "twin='no/such' must be a folder with a config.json"),
         (dict(weights_dtype="int8"), "weights_dtype='int8'"),
     ],
 )

@@ -306,7 +306,7 @@ def test_configs():
         ({"rank": 9}, "rank=9 must be at most latent_dim=8"),
         ({"methods": ("sigma_pca8",)}, "width=8 must be at most branch_dim=4"),
         ({"text": "no/such/file"}, "no/such/file.*does not exist"),
-        ({"checkpoint": "no/such/folder"}, "no model config at .*no/such/folder|no checkpoint folder"),
+        ({"checkpoint": "no/such/folder"}, "checkpoint='no/such/folder' must be a folder with a config.json"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(folder, tmp_path, changes, message):
