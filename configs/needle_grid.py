@@ -4,9 +4,8 @@
 
 Writes grid.csv and one heat map for each method. Four trials a cell: a map to look at, not a measurement (Wilson 95%
 of 4 out of 4 is 0.51-1.00). The block is the whole prefix, so that no tail serves the needle.
-Seen on an earlier tiny_nope, in about three minutes on two quiet cores:
-vestige 1.00 all over; sigma with gaps at 1024, where
-it keeps 32 rows, and few elsewhere; streaming nowhere but at the very end.
+Seen on tiny_nope, in two minutes: vestige 1.00 all over; sigma with gaps in the middle at 1024, where it keeps 32 rows,
+and one or two elsewhere; streaming nowhere but at the very end.
 Published: no grid; sigma .88 at prefix 4096 and .92 at 16384 (Kimi-Linear-48B).
 """
 

@@ -138,7 +138,7 @@ def test_a_run_writes_every_program_and_goes_on(tmp_path, monkeypatch, capsys):
     policy = next(row for row in rows if row["program"] == "policy" and row["group"] == "step")
     assert policy["over_policy"] == 1 and policy["fired_least"] <= policy["fired"] <= policy["fired_most"]
     assert policy["steps"] >= 5 and policy["overflowed"] == 0
-    assert len(list((tmp_path / "figures").iterdir())) == 3
+    assert len(list((tmp_path / "figures").iterdir())) == 4  # summary, programs, claims and the figure
     assert "the policy is ahead" in capsys.readouterr().out
     monkeypatch.setattr(bench.Bench, "measure", lambda *_: pytest.fail("measured again"))
     bench.main(config(), tmp_path / "out")
@@ -167,7 +167,7 @@ def test_steps_of_the_loop_copy_no_cache():
         ({"dtypes": ("float8",)}, "dtypes='float8' must be float32 or bfloat16"),
         ({"batches": (1, 1)}, r"batches=\(1, 1\) must be different values"),
         ({"batches": (0,)}, r"batches=\(0,\) must be numbers of at least 1"),
-        ({"implementation": "foo"}, "implementation='foo' is not known; choose"),
+        ({"implementation": "foo"}, "implementation='foo' is not available; choose"),
         ({"implementation": "mosaic_gpu"}, "implementation='mosaic_gpu' cannot run here: it needs a GPU"),
         ({"balanced_bits": (5,)}, r"balanced_bits=\(5,\) cannot be run: index_bits=5 is not available"),
         ({"balanced_rank": 99}, "balanced_rank=99 cannot be run: rank=99 of a balanced index must lie in 1..48"),
