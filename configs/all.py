@@ -7,7 +7,7 @@ agrees; then each driver's table and figure, and the command that makes them alo
 A driver that fails does not stop the others: the report says so, and the same command tries it again.
 --config.publish=experiments/REPORT.md also writes it there, with its figures and summaries in figures/report/.
 
-Half an hour on two cores: recall 11 minutes, selection and parity 6 each, all others together 6.
+17 minutes on two quiet cores: recall and selection 5 each, parity 3, all others together 4.
 """
 
 from ml_collections import ConfigDict, config_dict
