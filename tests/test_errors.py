@@ -368,3 +368,11 @@ def test_an_ignored_query_may_hold_anything():
     clean = vj.calibrate(SPEC, cache, QUERY[:, None], positions)
     assert_same(vj.calibrate(SPEC, cache, spoilt(QUERY[:, None], 0), positions), clean)
     assert not jnp.array_equal(clean.index.basis[1], cache.index.basis[1])  # the other sequences were calibrated
+
+
+@pytest.mark.parametrize("call", [vj.grow, vj.close, vj.where])
+def test_a_cache_of_another_kind_of_index_is_refused(call):
+    balanced = dataclasses.replace(SPEC, index="balanced", index_bits=8)
+    for made, asked in ((SPEC, balanced), (balanced, SPEC)):
+        with pytest.raises(ValueError, match="^cache.*"):
+            call(asked, vj.init(made, BATCH))

@@ -221,6 +221,8 @@ def grow(spec: CacheSpec, cache: Cache) -> Cache:
     check_cache("cache", cache)
     batch = cache.fault.shape[0]
     wanted = dataclasses.replace(init(spec, batch), merged=cache.merged)
+    same = jax.tree.structure(cache) == jax.tree.structure(wanted)
+    checks.require(same, f"cache was made by a spec of another index than index={spec.index!r}, or another calibration")
     for (path, small), large in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(wanted), strict=True):
         fits = small.dtype == large.dtype and all(a <= b for a, b in zip(small.shape, large.shape, strict=True))
         name = f"cache{jax.tree_util.keystr(path)}"
