@@ -30,7 +30,7 @@ def alternate(programs: Sequence[Program], *, rounds: int, seconds: float) -> di
     """Seconds per step of every program, one sample a round, in an order of the round's own.
 
     Before each sample its program runs once untimed, as steps of a generation follow each other: what another one left
-    of caches and memory counts for none. (Behind two einsums over all rows a step takes half as long again.)
+    of caches and memory counts for none. (Behind two einsums over all rows a step takes some 40% longer.)
     At least 3 rounds and at most `rounds`; no new one once `seconds` have passed.
     """
     calls = {program.name: _calls(program) for program in programs}
