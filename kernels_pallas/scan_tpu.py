@@ -151,7 +151,8 @@ def _kernel(length, *refs, heads, branch, across, has_branch, has_code, narrow):
                 score += residual[:, e : e + 1] * bound[e : e + 1, g]
             best = (score - threshold[...]).max(0, keepdims=True)
             slot = start + first + lax.broadcasted_iota(jnp.int32, best.shape, 1)
-            best = jnp.where((slot < end) & (member[:, g] != 0), best, -jnp.inf)
+            may = member[:, g].astype(jnp.int32) != 0  # a TPU v4 compares no bytes
+            best = jnp.where((slot < end) & may, best, -jnp.inf)
             for i in range(first // LANES, g.stop // LANES):
                 group = best[:, i * LANES - first : (i + 1) * LANES - first]
                 margin[i : i + 1, :] = group
