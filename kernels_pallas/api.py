@@ -194,6 +194,8 @@ def _tpu_problem(rows: Array) -> str | None:
 def _tpu_code_problem(code: Array) -> str | None:
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32, *codes.NARROW):
         return f"code is {code.dtype}, and the TPU kernel reads bfloat16, float32, and codes of 8 and 4 bits"
+    if code.dtype in codes.NARROW and blocks.device().kind == "TPU v4":
+        return "code has 8 or 4 bits, and the matrix units of a TPU v4 multiply no int8"
     if code.dtype == codes.PACKED and code.shape[2] % 4:
         return f"rank {codes.numbers(code)} is no multiple of 8, and the TPU kernel unpacks 8 numbers of 4 bits at once"
     return None

@@ -37,8 +37,8 @@ class GpuBlocks:
     scan_rows   archived rows that a thread block scans at once.
     scan_ctas   thread blocks of a scan in all: two to a multiprocessor.
     stages      blocks on their way into shared memory at once.
-    register_operands   weights and unpacked codes go to the tensor cores from registers; False: by way of shared
-                memory, which small rows leave room for and interpreters need.
+    register_operands   an attend's weights go to the tensor cores from registers; False: by way of shared memory,
+                which small rows leave room for and interpreters need.
     """
 
     attend_rows: int = 64

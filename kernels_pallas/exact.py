@@ -1,4 +1,4 @@
-"""float32 products on a matrix unit that multiplies 16-bit floats: three pieces that add up to the float32."""
+"""float32 products on a matrix unit that multiplies less: three 16-bit pieces of the float32, or four int8 digits."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from jax import lax
 Array = jax.Array
 
 _HIGH = {"bfloat16": 0xFFFF0000, "float16": 0xFFFFE000}  # the bits of a float32 that fit: 8 and 11 significant ones
+BASE = 256  # of digits
+_DIGIT_BITS = 30  # of a vector's largest number, in four digits
 
 
 def pieces(x: Array, dtype=jnp.bfloat16) -> tuple[Array, Array, Array]:
@@ -31,16 +33,36 @@ def stack(x: Array, dtype, axis: int) -> Array:
     return jnp.concatenate(pieces(x), axis) if dtype == jnp.bfloat16 else x
 
 
+def digits(x: Array) -> tuple[Array, tuple[Array, ...]]:
+    """float32 vectors [..., K] as whole numbers of a power of two each, [...], in four int8 digits to base 256.
+
+    Off by less than 2^-30 of a vector's largest number: less than float32 sums of its products are. Vectors with
+    inf or nan get the unit nan.
+    """
+    largest = jnp.abs(x).max(-1)
+    _, exponent = jnp.frexp(largest)
+    unit = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -90) - _DIGIT_BITS)
+    rest = jnp.round(x / unit[..., None]).astype(jnp.int32)
+    out = []
+    for _ in range(3):
+        low = ((rest + 128) & 255) - 128
+        out.append(low)
+        rest = (rest - low) >> 8
+    return jnp.where(jnp.isfinite(largest), unit, jnp.nan), tuple(d.astype(jnp.int8) for d in (rest, *out[::-1]))
+
+
 def collapse(product: Array, rows: int) -> Array:
-    """Sum of the products [n * rows, S] of stacked pieces: [rows, S]."""
-    total = product[:rows]
+    """The product [rows, S] that those of stacked pieces, float32, or digits, int32 [n * rows, S], add up to."""
+    base = BASE if product.dtype == jnp.int32 else 1
+    total = product[:rows].astype(jnp.float32)
     for start in range(rows, product.shape[0], rows):
-        total += product[start : start + rows]
+        total = base * total + product[start : start + rows].astype(jnp.float32)
     return total
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """a . b over one axis each: operands of one dtype, float32 sums. bfloat16 products are exact, float32 ones full."""
+    """a . b over one axis each, operands of one dtype: bfloat16 products are exact and int8 sums too, float32 full."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
+    sums = jnp.int32 if b.dtype == jnp.int8 else jnp.float32
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a.astype(b.dtype), b, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a.astype(b.dtype), b, dims, precision=precision, preferred_element_type=sums)

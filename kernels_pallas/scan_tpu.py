@@ -51,7 +51,12 @@ def scan(
         add(stay(rows), (size, lanes[1]), lambda b, step, length: (b, block_of(b, step, length), lanes[0]))
     across = code.shape[2] % LANES != 0
     if code.shape[2]:
-        add_probe(_stacked(unpack.tpu_query(sketch, code), padded, unpack.operand_dtype(code)))
+        if unpack.narrow(code):
+            unit, digits = exact.digits(pad_axis(unpack.tpu_query(sketch, code), 1, padded))
+            add_probe(jnp.concatenate(digits, 1))
+            add_probe(unit[..., None])
+        else:
+            add_probe(_stacked(sketch, padded, code.dtype))
         if across:
             code = jnp.swapaxes(code, 1, 2)
             add(stay(code), (code.shape[1], size), lambda b, step, length: (b, 0, block_of(b, step, length)))
@@ -68,8 +73,10 @@ def scan(
     read = (lanes[1] * rows.dtype.itemsize if width else 0) + code.size * code.dtype.itemsize // (batch * slots)
     row_bytes = read + 4 * bound.shape[1] + 1 + 4  # with bounds, membership and the margin written
     offset = latent_dim - lanes[0] * lanes[1]
-    kernel = functools.partial(_kernel, heads=padded, branch=slice(offset, offset + width), across=across,
-                               has_branch=bool(width), has_code=bool(code.size))  # fmt: skip
+    kernel = functools.partial(
+        _kernel, heads=padded, branch=slice(offset, offset + width), across=across, has_branch=bool(width),
+        has_code=bool(code.size), narrow=unpack.narrow(code),
+    )  # fmt: skip
     margin, fired = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -102,19 +109,27 @@ def _stacked(query: Array, padded: int, dtype) -> Array:
     return exact.stack(pad_axis(query, 1, padded), dtype, 1)
 
 
-def _kernel(length, *refs, heads, branch, across, has_branch, has_code):
+def _kernel(length, *refs, heads, branch, across, has_branch, has_code, narrow):
     refs = list(refs)
     score_parts = []
+
+    def add_part(stacked, numbers, axis, unit=None):
+        def part(g):
+            score = exact.collapse(exact.dot(stacked[...], numbers(g), (1, axis)), heads)
+            return score if unit is None else unit[...] * score
+
+        score_parts.append(part)
+
     if has_branch:
         query, rows = refs[:2]
         refs = refs[2:]
-        score_parts.append(lambda g: exact.dot(query[...], floats(rows[g, :])[:, branch], (1, 1)))
+        add_part(query, lambda g: floats(rows[g, :])[:, branch], 1)
     if has_code:
-        sketch, code = refs[:2]
-        refs = refs[2:]
+        sketch, *unit, code = refs[: 3 if narrow else 2]
+        refs = refs[3 if narrow else 2 :]
         axis = 0 if across else 1
         at = (lambda g: code[:, g]) if across else (lambda g: code[g, :])
-        score_parts.append(lambda g: exact.dot(sketch[...], unpack.tpu_numbers(at(g), axis), (1, axis)))
+        add_part(sketch, lambda g: unpack.tpu_numbers(at(g), axis), axis, *unit)
     residual, threshold, bound, member, margin, fired = refs
     size = member.shape[1]
     start = pl.program_id(1) * size
@@ -131,12 +146,13 @@ def _kernel(length, *refs, heads, branch, across, has_branch, has_code):
             g = slice(first, min(first + _STRIP, size))
             score = jnp.zeros((heads, g.stop - first), jnp.float32)
             for part in score_parts:
-                score += exact.collapse(part(g), heads)
+                score += part(g)
             for e in range(bound.shape[0]):
                 score += residual[:, e : e + 1] * bound[e : e + 1, g]
             best = (score - threshold[...]).max(0, keepdims=True)
             slot = start + first + lax.broadcasted_iota(jnp.int32, best.shape, 1)
-            best = jnp.where((slot < end) & (member[:, g] != 0), best, -jnp.inf)
+            may = member[:, g].astype(jnp.int32) != 0  # a TPU v4 compares no bytes
+            best = jnp.where((slot < end) & may, best, -jnp.inf)
             for i in range(first // LANES, g.stop // LANES):
                 group = best[:, i * LANES - first : (i + 1) * LANES - first]
                 margin[i : i + 1, :] = group

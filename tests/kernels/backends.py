@@ -22,7 +22,7 @@ FEW = blocks.GpuBlocks(  # several blocks of rows to each
 NOT_INTERPRETED = {
     "mosaic_gpu on jax 0.10": "its interpreter knows no layout cast and no transposed operand of a tensor core",
     "mosaic_gpu with register_operands": "jax 0.12's interpreter multiplies from shared memory only; the contract runs "
-    "attend with its weights there, and scan with the codes of 8 and 4 bits that it has unpacked",
+    "attend with its weights there",
 }
 
 

@@ -62,6 +62,7 @@ def test_what_only_one_kernel_cannot_do_raises_for_it_alone(monkeypatch):
     "implementation, target, code, reason",
     [("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.uint8), "rank 12 is no multiple of 8"),
      ("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.float16), "code is float16"),
+     ("mosaic_tpu", ("tpu", "TPU v4"), (16, jnp.int8), "a TPU v4 multiply no int8"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), (264, jnp.int8), "a code of 264 is wider than one copy"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), (144, jnp.uint8), "rank 288 are too wide"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), (6, jnp.float32), "code is float32")],

@@ -33,6 +33,41 @@ def test_products_of_stacked_pieces_are_products_in_float32():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def whole(digits):
+    """The numbers that four digits to base 256 write."""
+    return sum(256.0 ** (3 - i) * np.asarray(digit, np.float64) for i, digit in enumerate(digits))
+
+
+@pytest.mark.parametrize("spread", [0, 8, 40])
+def test_four_digits_write_a_float32(spread):
+    """To 2^-30 of the largest number of its vector, also where that is as large as any with its exponent."""
+    draw = np.random.default_rng(2)
+    x = (draw.normal(size=(300, 24)) * 2.0 ** draw.integers(-spread, spread + 1, (300, 24))).astype(np.float32)
+    x[:100, 0] = (
+        np.nextafter(np.float32(2.0), np.float32(0)) * draw.choice([-1, 1], 100) * 2.0 ** draw.integers(30, 60, 100)
+    )
+    x[-1], x[-2] = 0, np.float32(1e-40)
+    unit, digits = exact.digits(jnp.asarray(x))
+    assert all(digit.dtype == jnp.int8 for digit in digits)
+    error = np.abs(whole(digits) * np.asarray(unit, np.float64)[:, None] - x).max(1)
+    assert (error <= 2.0**-30 * np.maximum(np.abs(x).max(1), 2.0**-90)).all()
+
+
+def test_digits_of_what_is_no_number_have_no_unit():
+    unit, _ = exact.digits(jnp.asarray([[1.0, jnp.nan], [jnp.inf, 0.0], [1.0, 2.0]]))
+    np.testing.assert_array_equal(np.isnan(unit), [True, True, False])
+
+
+def test_products_of_digits_are_products_in_float32():
+    draw = np.random.default_rng(3)
+    query, code = draw.normal(size=(4, 64)).astype(np.float32), draw.integers(-127, 128, (50, 64))
+    unit, digits = exact.digits(jnp.asarray(query))
+    products = exact.dot(jnp.concatenate(digits), jnp.asarray(code, jnp.int8), (1, 1))
+    assert products.dtype == jnp.int32
+    got = unit[:, None] * exact.collapse(products, 4)
+    np.testing.assert_allclose(got, query.astype(np.float64) @ code.T, rtol=2e-7, atol=2e-4)
+
+
 def test_a_block_past_the_end_is_the_last_one_again():
     """The pipeline of a TPU kernel copies a block when its index changes: what is past the length costs nothing."""
     steps = jnp.arange(6)
