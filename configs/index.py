@@ -33,7 +33,6 @@ def get_config() -> ConfigDict:
     config.twin = "vestige_jax/checkpoints/tiny_rope"  # the same recipe with a rotated branch; empty: no twin
     config.gqa = ""  # no twin of this kind
     config.training_seeds = (0, 1, 2)  # those whose checkpoint is there
-    config.grid_seeds = (0, 1, 2)  # every index and ablation; of the others the two indexes that the claims compare
     config.text = config_dict.placeholder(str)  # file or folder of other text, in place of prose
     config.other_text = "code"  # the standard library's source; or a file or folder
     config.seed = 0

@@ -98,7 +98,7 @@ class Lab:
             place={"checkpoint": twin.name, "workload": name},
             cells=self.cells,
             batches=batches,
-            kinds=self.kinds if twin.seed in config.grid_seeds else self.kinds[:2],  # the claims' two
+            kinds=self.kinds,
             ratios=config.ratios,
             layout={field: config[field] for field in LAYOUT} | {"allow_rope": twin.arm == "rope"},
             seed=config.seed,
@@ -113,8 +113,7 @@ class Lab:
         """What an index has to look at, on the rows and queries of held-out text."""
         facts = {"arm": twin.arm, "weights": twin.weights}
         long = (twin.arm, twin.seed) == ("nope", 0)
-        if twin.seed in self.config.grid_seeds:
-            index_ablations.fill(run, self.config, twin.name, facts, self.cells, long=long)
+        index_ablations.fill(run, self.config, twin.name, facts, self.cells, long=long)
 
     def _check_layouts(self) -> None:
         """What cannot be run is said before anything is: every workload under every index, on the first twin."""

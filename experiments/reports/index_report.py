@@ -40,7 +40,8 @@ def write(run: Run, config: ml_collections.ConfigDict, family: Sequence[Twin]) -
     ablations = [cell | {"variant": cell["index"]} for cell in summarise([r for r in rows if r["kind"] == ABLATION])]
     run.write_csv("summary.csv", summary, COLUMNS)
     run.write_csv("ablations.csv", ablations, ABLATION_COLUMNS)
-    index_figure.draw(run, config, list(_figure(measured, config, family)))
+    by_kind = tuple("kind" if field == "workload" else field for field in PLACE)
+    index_figure.draw(run, config, list(summarise(measured, by_kind)))
     print(tables.render([_line(cell) for cell in summary], (*PLACE, *SHOWN)))
     print("\n" + tables.render(ablations, ABLATION_COLUMNS) + "\n\n" + LEGEND)
     for twin in family:
@@ -58,13 +59,6 @@ def summarise(rows: Rows, place: Sequence[str] = PLACE) -> Iterator[dict[str, An
         groups.setdefault(tuple(row[field] for field in place), []).append(row)
     for values, group in groups.items():
         yield dict.fromkeys(COLUMNS) | dict(zip(place, values, strict=True)) | _cell(group)
-
-
-def _figure(rows: Rows, config: ml_collections.ConfigDict, family: Sequence[Twin]) -> Iterator[dict[str, Any]]:
-    """Cells of the checkpoints on which every index was measured, by kind of workload."""
-    whole = {twin.name for twin in family if twin.seed in config.grid_seeds}
-    rows = [row for row in rows if row["checkpoint"] in whole]
-    return summarise(rows, tuple("kind" if field == "workload" else field for field in PLACE))
 
 
 def _cell(rows: Rows) -> dict[str, Any]:

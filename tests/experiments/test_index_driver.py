@@ -22,7 +22,7 @@ SMALL = dict(
     trials=2, reach_trials=2, dense_below=1e9, prefix=192, many=(3,), pairs=(192,), tokens=32, ratios=(4,), batch=2,
     chunk=64, fetch=64, paper_rank=4, candidate_rank=8, sketch_ranks=(), balanced_ranks=(), bits=(16,),
     ablation_texts=2, fit_queries=32, calibration_queries=(16,), calibration_rows=(48,), ages=(4,), shrinkages=(0.1,),
-    old_fit=96, old_prefixes=(288,), old_texts=1, training_seeds=(0, 1), grid_seeds=(0, 1),
+    old_fit=96, old_prefixes=(288,), old_texts=1, training_seeds=(0, 1),
 )  # fmt: skip
 QUICK = dict(workloads=("many", "prose > code"))
 KINDS = [("sketch", 4, 16), ("balanced", 8, 4), ("balanced", 8, 16)]  # the reference, the candidate, its other width
