@@ -3,7 +3,8 @@
 Every kind, rank, width of code and ratio, on needles, key-value lines, and text behind a prefix of its own kind and of
 another; twins with and without a rotated branch, several training seeds. Beside them, on the rows and queries of one
 dense pass, what an index has to look at, how many queries it takes, and how it ages. Writes trials.jsonl, summary.csv,
-ablations.csv, claims.csv, meta.json and index.png.
+trainings.csv (the two indexes that the claims compare, training by training), ablations.csv, claims.csv, meta.json and
+index.png.
 """
 
 import math

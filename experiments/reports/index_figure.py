@@ -14,7 +14,8 @@ from experiments.harness import plots
 from experiments.harness.runner import Run
 from experiments.trials import index_grid
 
-INDEX_COLOURS = {"sketch": plots.COLOURS[0], "balanced": plots.COLOURS[1]}
+COLOURS = {"sketch": (plots.COLOURS[0], plots.COLOURS[2]), "balanced": (plots.COLOURS[1], plots.INK)}
+"""Of an index at the usual target, and at another."""
 MARKS = {16: "o", 8: "s", 4: "^"}  # by bits of a code
 LINES = ("-", "--", ":", "-.")  # by rank
 Cells = Sequence[Mapping[str, Any]]
@@ -53,13 +54,13 @@ def _line(cell: Mapping[str, Any]) -> tuple[str, int, float]:
 
 
 def _lines(cells: Cells) -> dict[tuple[str, int, float], dict[str, Any]]:
-    """The style of every line: colour by index, ink for a target that is not the usual one; dashes by rank."""
+    """The style of every line: colour by index and target, dashes by rank at the usual target."""
     found = sorted({_line(cell) for cell in cells}, key=lambda line: (line[0] != "sketch", line[2], line[1]))
     usual = min(target for _, _, target in found)
     ranks = {index: sorted({rank for kind, rank, _ in found if kind == index}) for index, _, _ in found}
     return {
         (index, rank, target): dict(
-            color=INDEX_COLOURS[index] if target == usual else plots.INK,
+            color=COLOURS[index][target != usual],
             linestyle=LINES[ranks[index].index(rank) % len(LINES)] if target == usual else "-",
         )
         for index, rank, target in found

@@ -33,12 +33,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write(run: Run, config: ml_collections.ConfigDict, family: Sequence[Twin]) -> None:
-    """summary.csv, ablations.csv, claims.csv, index.png, and the tables on the screen."""
+    """summary.csv, trainings.csv, ablations.csv, claims.csv, index.png, and the tables on the screen."""
     rows = list(run.rows)
     measured = [row for row in rows if row["kind"] != ABLATION and not row["workload"].startswith("reach")]
     summary = list(summarise(measured))
     ablations = [cell | {"variant": cell["index"]} for cell in summarise([r for r in rows if r["kind"] == ABLATION])]
     run.write_csv("summary.csv", summary, COLUMNS)
+    run.write_csv("trainings.csv", list(_by_training(measured, config)), ("checkpoint", *COLUMNS))
     run.write_csv("ablations.csv", ablations, ABLATION_COLUMNS)
     by_kind = tuple("kind" if field == "workload" else field for field in PLACE)
     index_figure.draw(run, config, list(summarise(measured, by_kind)))
@@ -59,6 +60,12 @@ def summarise(rows: Rows, place: Sequence[str] = PLACE) -> Iterator[dict[str, An
         groups.setdefault(tuple(row[field] for field in place), []).append(row)
     for values, group in groups.items():
         yield dict.fromkeys(COLUMNS) | dict(zip(place, values, strict=True)) | _cell(group)
+
+
+def _by_training(rows: Rows, config: ml_collections.ConfigDict) -> Iterator[dict[str, Any]]:
+    """Cells of the claims' two indexes, one for each training."""
+    compared = (index_grid.reference(config), index_grid.candidate(config))
+    return summarise([row for row in rows if index_grid.kind_of(row) in compared], ("checkpoint", *PLACE))
 
 
 def _cell(rows: Rows) -> dict[str, Any]:

@@ -53,14 +53,15 @@ DENSE = Kind("dense", 0, 16)
 
 
 def kinds(config: ml_collections.ConfigDict) -> list[Kind]:
-    """Every kind of index: the paper's first, then both kinds at each rank and width of code, at the paper's target.
+    """Every kind of index: the claims' two, then both kinds at each rank and width of code, at the paper's target.
 
-    The candidate's rank has its target beside it, at each width.
+    At the candidate's target, its rank at each width, and the paper's index.
     """
     grids = (("sketch", config.sketch_ranks), ("balanced", config.balanced_ranks))
-    first = [reference(config), candidate(config)]
+    paper, new = reference(config), candidate(config)
     every = [Kind(index, rank, bits) for index, ranks in grids for rank in ranks for bits in config.bits]
-    return list(dict.fromkeys([*first, *every, *(dataclasses.replace(first[1], bits=bits) for bits in config.bits)]))
+    widths = [dataclasses.replace(new, bits=bits) for bits in config.bits]
+    return list(dict.fromkeys([paper, new, *every, *widths, dataclasses.replace(paper, target=new.target)]))
 
 
 def reference(config: ml_collections.ConfigDict) -> Kind:
@@ -83,6 +84,8 @@ def named(config: ml_collections.ConfigDict, kind: Kind) -> dict[str, str]:
     first = candidate(config)
     if kind == reference(config):
         return {"rank": "paper_rank"}
+    if kind == dataclasses.replace(reference(config), target=first.target):
+        return {"rank": "paper_rank", "recall_target": "candidate_target"}
     if dataclasses.replace(kind, bits=first.bits) == first:
         bits = "candidate_bits" if kind == first else "bits"
         return {"rank": "candidate_rank", "index_bits": bits, "recall_target": "candidate_target"}
