@@ -130,27 +130,38 @@ class Lab:
 def _check(config: ml_collections.ConfigDict) -> None:
     """Sizes that nothing else would refuse."""
     least = dict(trials=1, reach_trials=1, batch=1, chunk=1, number_bytes=1, seed=0, tokens=2, ablation_texts=1)
-    least |= dict(fit_queries=1, old_texts=1)
+    least["old_texts"] = 1
     for name, bound in least.items():
         if config[name] < bound:
             raise ValueError(f"{name}={config[name]} must be at least {bound}")
     checks.positive(config, "dense_below", "within")
+    for value in config.shrinkages:
+        if not value > 0:
+            raise ValueError(f"shrinkages={value} must be above 0")
+    for value in config.many:
+        if value < 1:
+            raise ValueError(f"many={value} must be at least 1, needles")
     checks.distinct(config, "ratios", "workloads")
     shortest = min((config.prefix, *config.pairs))
     if not config.ratios or not 1 <= min(config.ratios) <= max(config.ratios) <= shortest:
-        raise ValueError(f"ratios={config.ratios} must lie between 1 and the shortest prefix; 32 keeps one row in 32")
+        what = f"the shortest of prefix={config.prefix} and pairs={config.pairs}"
+        raise ValueError(f"ratios={config.ratios} must lie between 1 and {what}; 32 keeps one row in 32")
     if config.tokens >= config.prefix - index_workloads.ROOM:
         raise ValueError(f"tokens={config.tokens} must be fewer than prefix={config.prefix}, a block, by more than 8")
-    for name, most in (
-        ("calibration_queries", config.prefix),
-        ("calibration_rows", config.prefix),
-        ("ages", config.prefix // 8),
+    for name, values, most in (
+        ("fit_queries", (config.fit_queries,), config.prefix),
+        ("calibration_queries", config.calibration_queries, config.prefix),
+        ("calibration_rows", config.calibration_rows, config.prefix),
+        ("ages", config.ages, config.prefix // 8),
     ):
-        for value in config[name]:
+        for value in values:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
             if value > most:
                 raise ValueError(f"{name}={value} must be at most prefix={config.prefix}, for ages an eighth of it")
+    for value in config.calibration_rows:
+        if config.prefix % value:
+            raise ValueError(f"calibration_rows={value} must divide prefix={config.prefix}: rows are evenly spaced")
     for prefix in config.old_prefixes:
         if config.old_fit < 1 or prefix % config.old_fit:
             raise ValueError(f"old_prefixes={prefix} must be a multiple of old_fit={config.old_fit}")

@@ -147,7 +147,7 @@ def scan(
     checks.scan(branch, sketch, residual, threshold, rows, code, bound, member, length, latent_dim)
     latent_dim = rows.shape[2] - branch.shape[2] if latent_dim is None else latent_dim
     tpu_problem = _tpu_problem(rows) or _tpu_code_problem(code)
-    gpu_problem = _scan_problem(rows, code, branch.shape[2], latent_dim)
+    gpu_problem = _scan_problem(branch, rows, code, latent_dim)
     kind = resolve(implementation, {"mosaic_tpu": tpu_problem, "mosaic_gpu": gpu_problem})
     if kind == "xla" or rows.shape[1] == 0:
         margin = reference.scan(
@@ -217,8 +217,9 @@ def _list_problem(rows: Array, latent_dim: int) -> str | None:
     return _attend_problem(rows, latent_dim) or (wide if rows.shape[2] > 576 else None)
 
 
-def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) -> str | None:
+def _scan_problem(branch: Array, rows: Array, code: Array, latent_dim: int) -> str | None:
     """Why the GPU kernel can't scan this index."""
+    heads, branch_dim = branch.shape[1:]
     if rows.dtype.name not in ("uint16", "bfloat16"):
         return f"rows are {rows.dtype}, and Hopper's tensor cores multiply bfloat16 exactly, float32 not"
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float16, *codes.NARROW):
@@ -226,6 +227,8 @@ def _scan_problem(rows: Array, code: Array, branch_dim: int, latent_dim: int) ->
     if branch_dim % 16 or latent_dim % 16 or rows.shape[2] % 8:
         return f"branch_dim={branch_dim} and latent_dim={latent_dim} must be multiples of 16"
     rank = codes.numbers(code)
+    if heads > 256:
+        return f"{heads} heads are more than one copy moves, 256"
     if branch_dim + rank > 272:
         return f"branch_dim={branch_dim} and rank {rank} are too wide for shared memory"
     return f"a code of {code.shape[2]} is wider than one copy, 256" if code.shape[2] > 256 else None

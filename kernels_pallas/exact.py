@@ -9,6 +9,7 @@ Array = jax.Array
 _HIGH = {"bfloat16": 0xFFFF0000, "float16": 0xFFFFE000}  # the bits of a float32 that fit: 8 and 11 significant ones
 BASE = 256  # of digits
 _DIGIT_BITS = 30  # of a vector's largest number, in four digits
+DIGIT_ERROR = 2.0**-_DIGIT_BITS
 
 
 def pieces(x: Array, dtype=jnp.bfloat16) -> tuple[Array, Array, Array]:
@@ -36,8 +37,7 @@ def stack(x: Array, dtype, axis: int) -> Array:
 def digits(x: Array) -> tuple[Array, tuple[Array, ...]]:
     """float32 vectors [..., K] as whole numbers of a power of two each, [...], in four int8 digits to base 256.
 
-    Off by less than 2^-30 of a vector's largest number: less than float32 sums of its products are. Vectors with
-    inf or nan get the unit nan.
+    Off by at most DIGIT_ERROR of a vector's largest number, or of 2^-91. Vectors with inf or nan get the unit nan.
     """
     largest = jnp.abs(x).max(-1)
     _, exponent = jnp.frexp(largest)

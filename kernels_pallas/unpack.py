@@ -1,7 +1,7 @@
 """Codes of 8 and 4 bits inside kernels: whole numbers in int8, as matrix units multiply them, two to a byte unpacked.
 
-The float32 query comes in int8 digits (`exact.digits`), so that the products and their sums are exact, and the
-certificate needs no term for them.
+The float32 query comes in int8 digits (`exact.digits`), so that the products and their sums are exact. What digits
+leave out of a query, the sound bound counts (`vestige_jax.index.encode`).
 
 No half of a byte is shifted down: where it lies in the upper half it is the number times 16, and the query is divided.
 """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import vestige_jax as vj
-from kernels_pallas import codes
+from kernels_pallas import codes, exact, unpack
 from tests.scenes import C, H, R, fill, queries_for, scene, small_spec
 from tests.sources import random_rows
 from vestige_jax import balanced, calibration, index, recall
@@ -145,6 +145,25 @@ def test_the_certificate_holds_for_every_row_and_query(kind, bits, seed, size, f
     assert np.all(np.abs(exact - known) <= allowed)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_sound_bound_counts_what_digits_leave_out_of_a_query(bits):
+    """Kernels write a query in digits of its largest number: here that of a dimension of which no row has anything."""
+    spec, rng = small_spec(index="balanced", index_bits=bits, rank=8, bound="sound"), np.random.default_rng(7)
+    basis, step = balanced.unit(1, C), jnp.asarray([[1e5, *[1.0] * 7]])
+    rows, query = np.zeros((1, 40, C), np.float32), np.zeros((1, H, C), np.float32)
+    rows[..., 1:8] = rng.integers(-7, 8, (1, 40, 7))  # whole steps: nothing is rounded
+    query[..., 0], query[..., 1:8] = 10.0, rng.normal(size=(1, H, 7))
+    code, bound = index.encode(spec, basis, jnp.asarray(rows), step)
+    probe = index.prepare(spec, basis, jnp.asarray(query), step)
+    unit, digits = exact.digits(jnp.concatenate(unpack.gpu_queries(probe.sketch, code), -1))
+    kept = sum(256.0 ** (3 - i) * np.asarray(digit, np.float64) for i, digit in enumerate(digits))
+    kept = kept * np.asarray(unit, np.float64)[..., None] * np.where((bits == 4) & (np.arange(8) >= 4), 16, 1)
+    numbers = np.asarray(codes.to_float32(code), np.float64)
+    missed = np.abs(np.einsum("bqk,bsk->bqs", kept - np.asarray(probe.sketch, np.float64), numbers))
+    allowed = np.einsum("bqe,bes->bqs", np.asarray(probe.residual, np.float64), np.asarray(bound, np.float64))
+    assert np.all(missed <= allowed) and missed.max() > 1e-6 * spec.scale * np.linalg.norm(query[0, 0])
+
+
 def test_rows_of_later_blocks_are_clipped_and_the_bound_says_by_how_much():
     here = calibrated("balanced", 8)
     spec, held = here.spec, here.cache.index
@@ -252,6 +271,7 @@ def test_calibration_from_decode_queries():
         ({"index": "balanced", "rank": C + 1}, f"rank={C + 1} of a balanced index"),
         ({"index": "other"}, "index='other' is not available; choose from"),
         ({"index_bits": 5}, "index_bits=5"),
+        ({"index_bits": 4.0}, "index_bits=4.0"),
         ({"index_bits": 4, "rank": 5}, "rank=5 must be even"),
         ({"shrinkage": 0.0}, "shrinkage=0.0 must be a positive"),
     ],

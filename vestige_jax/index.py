@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import codes
+from kernels_pallas import codes, exact
 from vestige_jax import balanced, checks, linear
 from vestige_jax.spec import CacheSpec
 
@@ -28,6 +28,7 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferr
 
 # Relative error of a float32 dot product, with room: what the sound mode adds so that it is sound in arithmetic too.
 _FLOAT_SLACK = 1e-6
+_DIGIT_ERROR = 16 * exact.DIGIT_ERROR  # the upper half of a byte is multiplied as 16 times its number
 
 
 class Probe(NamedTuple):
@@ -155,7 +156,10 @@ def branch(spec: CacheSpec, words: Array) -> Array:
 
 
 def _store(spec: CacheSpec, step: Array | None, projected: Array) -> tuple[Array, Array, Array]:
-    """Code as stored; the lengths of what clipping, and of what storing altogether, took from it: [B, S]."""
+    """Code as stored; the lengths of what clipping, and of what storing altogether, took from it: [B, S].
+
+    With the latter, what a kernel leaves out of a query for a code of few bits, per unit of its longest number.
+    """
     if spec.index_bits == 16:
         largest = jnp.finfo(spec.index_dtype).max.astype(jnp.float32)
         code = jnp.clip(projected, -largest, largest).astype(spec.index_dtype)
@@ -165,6 +169,7 @@ def _store(spec: CacheSpec, step: Array | None, projected: Array) -> tuple[Array
     whole = jnp.clip(jnp.round(projected / step), -most, most)
     clipped = jnp.linalg.norm(jnp.maximum(jnp.abs(projected) - most * step, 0), axis=-1)
     rounding = jnp.linalg.norm(projected - whole * step, axis=-1)
+    rounding += _DIGIT_ERROR * step.max(-1) * jnp.abs(whole).sum(-1)
     whole = whole.astype(jnp.int8)
     return codes.pack(whole) if spec.index_bits == 4 else whole, clipped, rounding
 

@@ -109,7 +109,7 @@ class CacheSpec:
             object.__setattr__(self, "sketch_dtype", _float_dtype("sketch_dtype", self.sketch_dtype, allowed))
 
     def _check_sizes(self):
-        for name in ("latent_dim", "branch_dim", "num_heads", "capacity", "block", "fetch"):
+        for name in ("latent_dim", "branch_dim", "num_heads", "capacity", "block", "fetch", "index_bits"):
             _require_int(name, getattr(self, name), 1)
         for name in ("sinks", "merged", "rank", "activation"):
             _require_int(name, getattr(self, name), 0)

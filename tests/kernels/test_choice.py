@@ -59,18 +59,19 @@ def test_what_only_one_kernel_cannot_do_raises_for_it_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "implementation, target, code, reason",
-    [("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.uint8), "rank 12 is no multiple of 8"),
-     ("mosaic_tpu", ("tpu", "TPU v5p"), (6, jnp.float16), "code is float16"),
-     ("mosaic_tpu", ("tpu", "TPU v4"), (16, jnp.int8), "a TPU v4 multiply no int8"),
-     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (264, jnp.int8), "a code of 264 is wider than one copy"),
-     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (144, jnp.uint8), "rank 288 are too wide"),
-     ("mosaic_gpu", ("gpu", "NVIDIA H200"), (6, jnp.float32), "code is float32")],
+    "implementation, target, heads, code, reason",
+    [("mosaic_tpu", ("tpu", "TPU v5p"), 4, (6, jnp.uint8), "rank 12 is no multiple of 8"),
+     ("mosaic_tpu", ("tpu", "TPU v5p"), 4, (6, jnp.float16), "code is float16"),
+     ("mosaic_tpu", ("tpu", "TPU v4"), 4, (16, jnp.int8), "a TPU v4 multiply no int8"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (264, jnp.int8), "a code of 264 is wider than one copy"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (144, jnp.uint8), "rank 288 are too wide"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (6, jnp.float32), "code is float32"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 260, (32, jnp.int8), "260 heads are more than one copy moves")],
 )  # fmt: skip
-def test_codes_that_a_kernel_cannot_unpack_raise(implementation, target, code, reason):
+def test_codes_that_a_kernel_cannot_multiply_raise(implementation, target, heads, code, reason):
     shape = lambda *s, d=jnp.float32: jax.ShapeDtypeStruct(s, d)  # noqa: E731
     rank = 2 * code[0] if code[1] == jnp.uint8 else code[0]
-    probe = shape(1, 4, 0), shape(1, 4, rank), shape(1, 4, 1), shape(1, 4)
+    probe = shape(1, heads, 0), shape(1, heads, rank), shape(1, heads, 1), shape(1, heads)
     entry = shape(1, 64, code[0], d=code[1]), shape(1, 1, 64), shape(1, 64, d=bool)
     arguments = (*probe, shape(1, 64, 48, d=jnp.uint16), *entry, shape(1, d=jnp.int32))
     scan = functools.partial(kernels_pallas.scan, implementation=implementation)

@@ -17,13 +17,15 @@ SCANS = ("ragged", "empty", "all", "none", "closed")
 RANKS = {"kimi": (0, 64, 128, 192), "16 heads": (0, 64, 128, 192), "tiny": (0, 8)}
 SIZED_RANKS = [(size, rank) for size in SIZES for rank in RANKS[size]]
 IN_PLACE, NOT_READ = "branch in place", "branch not read"  # an index 'sketch', and a balanced one
+WIDER = {"40 heads": (32, 16, 40), "130 heads": (32, 16, 130)}  # digits of so many are more than registers hold at once
 NARROW = [("kimi", 64, IN_PLACE), ("kimi", 64, NOT_READ), ("kimi", 96, NOT_READ), ("kimi", 128, NOT_READ),
-          ("kimi", 256, NOT_READ), ("16 heads", 128, NOT_READ), ("tiny", 8, IN_PLACE)]  # fmt: skip
+          ("kimi", 256, NOT_READ), ("16 heads", 128, NOT_READ), ("40 heads", 64, NOT_READ), ("130 heads", 32, NOT_READ),
+          ("tiny", 8, IN_PLACE)]  # fmt: skip
 
 
 def scan_case(size, rank, dtype, terms, code_dtype):
     """Arguments of a scan that are the same for every kind of work, and the latent width."""
-    latent, branch, heads = SIZES[size]
+    latent, branch, heads = (SIZES | WIDER)[size]
     probe = [normal(13 + i, 3, heads, n) for i, n in enumerate((branch, rank, terms))]
     rows = normal(12, 3, SLOTS, latent + branch, dtype=dtype)
     code, bound = normal(18, 3, SLOTS, rank, dtype=code_dtype), jnp.abs(normal(19, 3, terms, SLOTS))
