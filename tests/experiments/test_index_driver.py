@@ -25,7 +25,8 @@ SMALL = dict(
     old_fit=96, old_prefixes=(288,), old_texts=1, training_seeds=(0, 1),
 )  # fmt: skip
 QUICK = dict(workloads=("many", "prose > code"))
-KINDS = [("sketch", 4, 16), ("balanced", 8, 4), ("balanced", 8, 16)]  # the reference, the candidate, its other width
+KINDS = [("sketch", 4, 16, 0.9), ("balanced", 8, 4, 0.95),  # the reference, the candidate, its other width
+         ("balanced", 8, 16, 0.95), ("sketch", 4, 16, 0.95)]  # and the reference at its target  # fmt: skip
 WORKLOADS = ("3 needles", "prose > code")
 
 
@@ -69,8 +70,9 @@ def finished(make_config, tmp_path_factory):
 class TestRun:
     def test_a_row_for_every_index_on_every_workload_of_both_arms(self, finished):
         rows = [row for row in read(finished) if row["kind"] != "ablation" and "reach" not in row["workload"]]
-        cells = {(row["arm"], row["workload"], row["index"], row["rank"], row["bits"], row["ratio"]) for row in rows}
-        columns = [("dense", 0, 16, 1), *((*kind, 4) for kind in KINDS)]
+        place = ("arm", "workload", "index", "rank", "bits", "target", "ratio")
+        cells = {tuple(row[field] for field in place) for row in rows}
+        columns = [("dense", 0, 16, 0.9, 1), *((*kind, 4) for kind in KINDS)]
         wanted = {(arm, work, *column) for arm in ("nope", "rope") for work in WORKLOADS for column in columns}
         assert cells == wanted and len(rows) == 2 * len(wanted)
 
@@ -94,7 +96,12 @@ class TestRun:
         summary, wanted = table(finished / "summary.csv"), "workload index rank bits ratio trials intact lo hi"
         assert set(wanted.split()) <= set(summary[0])
         assert {"hard_recall", "fetched_per_step", "overflow", "bytes_per_row", "bytes_ratio"} <= set(summary[0])
-        assert len(summary) == 2 * len(WORKLOADS) * 4
+        assert len(summary) == 2 * len(WORKLOADS) * (1 + len(KINDS))
+        trainings = table(finished / "trainings.csv")
+        assert len(trainings) == 2 * len(WORKLOADS) * 2  # one training of each arm; the reference and the candidate
+        of_each = ("arm", "workload", "index", "target", "trials", "hard_recall", "bytes_per_row")
+        assert all([row[name] for name in of_each] in [[cell[name] for name in of_each] for cell in summary]
+                   for row in trainings)  # fmt: skip
         assert {row["claim"] for row in table(finished / "claims.csv")} == set(index_config.claims())
         told = [row for row in table(finished / "claims.csv") if row["claim"].startswith(("many", "prose > code"))]
         assert len(told) == 12 and all(row["ours"] for row in told if "half the bytes" in row["claim"])
@@ -117,7 +124,7 @@ class TestRun:
     [
         ({"workloads": ("cats",)}, "workloads='cats' is unknown"),
         ({"workloads": ()}, "workloads=.*must name one of"),
-        ({"ratios": (1000,)}, "ratios=.*shortest prefix"),
+        ({"ratios": (1000,)}, "ratios=.*shortest of prefix=192"),
         ({"tokens": 190}, "tokens=190 must be fewer than prefix=192"),
         ({"trials": 0}, "trials=0 must be at least 1"),
         ({"sketch_ranks": (9,)}, r"sketch_ranks=\(9,\) cannot be run: rank=9 must be at most latent_dim=8"),
@@ -133,10 +140,14 @@ class TestRun:
         ({"within": -1.0}, "within=-1.0 must be above 0"),
         ({"dense_below": -5.0}, "dense_below=-5.0 must be above 0"),
         ({"ratios": (8, 8)}, r"ratios=\(8, 8\) must be different values, 8 is there twice"),
-        ({"pairs": (), "ratios": (1000,)}, "ratios=.*shortest prefix"),
+        ({"pairs": (), "ratios": (1000,)}, "ratios=.*shortest of prefix=192"),
         ({"old_prefixes": (300,)}, "old_prefixes=300 must be a multiple of old_fit=96"),
         ({"calibration_queries": (500,)}, "calibration_queries=500 must be at most prefix=192"),
         ({"ages": (0,)}, "ages=0 must be at least 1"),
+        ({"fit_queries": 500}, "fit_queries=500 must be at most prefix=192"),
+        ({"calibration_rows": (50,)}, "calibration_rows=50 must divide prefix=192"),
+        ({"shrinkages": (0.1, -1.0)}, "shrinkages=-1.0 must be above 0"),
+        ({"many": (0,)}, "many=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(make_config, tmp_path, changes, message):
