@@ -17,6 +17,7 @@ AUTOMATIC = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
 
 _PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
 _HOPPER = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200")
+_SHARED = 232_448 - 8_192  # bytes of shared memory on Hopper, less what bounds, members and barriers take
 
 
 def resolve(implementation: str | None, problems: dict[str, str | None] | None = None) -> str:
@@ -194,7 +195,7 @@ def _tpu_problem(rows: Array) -> str | None:
 def _tpu_code_problem(code: Array) -> str | None:
     if code.shape[2] and code.dtype not in (jnp.bfloat16, jnp.float32, *codes.NARROW):
         return f"code is {code.dtype}, and the TPU kernel reads bfloat16, float32, and codes of 8 and 4 bits"
-    if code.dtype in codes.NARROW and blocks.device().kind == "TPU v4":
+    if code.shape[2] and code.dtype in codes.NARROW and blocks.device().kind == "TPU v4":
         return "code has 8 or 4 bits, and the matrix units of a TPU v4 multiply no int8"
     if code.dtype == codes.PACKED and code.shape[2] % 4:
         return f"rank {codes.numbers(code)} is no multiple of 8, and the TPU kernel unpacks 8 numbers of 4 bits at once"
@@ -231,7 +232,20 @@ def _scan_problem(branch: Array, rows: Array, code: Array, latent_dim: int) -> s
         return f"{heads} heads are more than one copy moves, 256"
     if branch_dim + rank > 272:
         return f"branch_dim={branch_dim} and rank {rank} are too wide for shared memory"
-    return f"a code of {code.shape[2]} is wider than one copy, 256" if code.shape[2] > 256 else None
+    if code.shape[2] > 256:
+        return f"a code of {code.shape[2]} is wider than one copy, 256"
+    need = _scan_shared(heads, branch_dim, code)
+    wide = f"{heads} heads, branch_dim={branch_dim} and rank {rank} need {need} bytes of shared memory, of {_SHARED}"
+    return wide if need > _SHARED else None
+
+
+def _scan_shared(heads: int, branch_dim: int, code: Array) -> int:
+    """Bytes of a scan's queries, blocks on their way, and codes of 4 bits unpacked; see `scan_gpu`."""
+    fit, packed = blocks.GpuBlocks(), code.dtype == codes.PACKED
+    padded, depth = (-(-n // 32) * 32 for n in (heads, code.shape[2] * code.dtype.itemsize))
+    query = 4 * depth * (1 + packed) if code.dtype in codes.NARROW else 3 * depth
+    unpacked = 2 * fit.scan_rows * depth if packed else 0
+    return padded * (6 * branch_dim + query) + fit.stages * fit.scan_rows * (2 * branch_dim + depth) + unpacked
 
 
 def _tpu_blocks(rows: Array) -> blocks.TpuBlocks:

@@ -12,6 +12,7 @@ import pytest
 
 import vestige_jax as vj
 from kernels_pallas import codes, exact, unpack
+from tests.kernels import oracle
 from tests.scenes import C, H, R, fill, queries_for, scene, small_spec
 from tests.sources import random_rows
 from vestige_jax import balanced, calibration, index, recall
@@ -156,8 +157,8 @@ def test_the_sound_bound_counts_what_digits_leave_out_of_a_query(bits):
     code, bound = index.encode(spec, basis, jnp.asarray(rows), step)
     probe = index.prepare(spec, basis, jnp.asarray(query), step)
     unit, digits = exact.digits(jnp.concatenate(unpack.gpu_queries(probe.sketch, code), -1))
-    kept = sum(256.0 ** (3 - i) * np.asarray(digit, np.float64) for i, digit in enumerate(digits))
-    kept = kept * np.asarray(unit, np.float64)[..., None] * np.where((bits == 4) & (np.arange(8) >= 4), 16, 1)
+    upper = np.where((bits == 4) & (np.arange(8) >= 4), 16, 1)
+    kept = oracle.whole(digits) * np.asarray(unit, np.float64)[..., None] * upper
     numbers = np.asarray(codes.to_float32(code), np.float64)
     missed = np.abs(np.einsum("bqk,bsk->bqs", kept - np.asarray(probe.sketch, np.float64), numbers))
     allowed = np.einsum("bqe,bes->bqs", np.asarray(probe.residual, np.float64), np.asarray(bound, np.float64))

@@ -130,7 +130,8 @@ def encode(spec: CacheSpec, basis: Basis, rows: Array, step: Array | None = None
     """Index entries of rows [B, S, C]: code [B, S, .] as stored, in units of step [B, K], and bound float32 [B, E, S].
 
     bound[:, 0] is eta, computed directly, and with it what clipping cut off a code of few bits. In the sound mode the
-    other bounds are what rounding, clipping and float32 sums can add, per unit of what `prepare` puts beside them.
+    other bounds are what rounding, clipping, a kernel's digits and float32 sums can add, per unit of what `prepare`
+    puts beside them.
     """
     projected, eta = project(spec, basis, rows)
     code, clipped, rounding = _store(spec, step, projected)
@@ -158,7 +159,7 @@ def branch(spec: CacheSpec, words: Array) -> Array:
 def _store(spec: CacheSpec, step: Array | None, projected: Array) -> tuple[Array, Array, Array]:
     """Code as stored; the lengths of what clipping, and of what storing altogether, took from it: [B, S].
 
-    With the latter, what a kernel leaves out of a query for a code of few bits, per unit of its longest number.
+    With the latter, of a code of few bits, what a kernel's digits leave out, per unit of the query's largest number.
     """
     if spec.index_bits == 16:
         largest = jnp.finfo(spec.index_dtype).max.astype(jnp.float32)

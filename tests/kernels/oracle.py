@@ -43,3 +43,8 @@ def fetch_list(margin, width):
         position[b, : min(width, len(found))] = found[:width]
     count = np.array([len(found) for found in fired])
     return position, np.minimum(count, width), count > width
+
+
+def whole(digits):
+    """The numbers that four digits to base 256 write."""
+    return sum(256.0 ** (3 - i) * np.asarray(digit, np.float64) for i, digit in enumerate(digits))

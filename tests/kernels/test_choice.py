@@ -66,7 +66,8 @@ def test_what_only_one_kernel_cannot_do_raises_for_it_alone(monkeypatch):
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (264, jnp.int8), "a code of 264 is wider than one copy"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (144, jnp.uint8), "rank 288 are too wide"),
      ("mosaic_gpu", ("gpu", "NVIDIA H200"), 4, (6, jnp.float32), "code is float32"),
-     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 260, (32, jnp.int8), "260 heads are more than one copy moves")],
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 260, (32, jnp.int8), "260 heads are more than one copy moves"),
+     ("mosaic_gpu", ("gpu", "NVIDIA H200"), 256, (144, jnp.bfloat16), "need 294912 bytes of shared memory")],
 )  # fmt: skip
 def test_codes_that_a_kernel_cannot_multiply_raise(implementation, target, heads, code, reason):
     shape = lambda *s, d=jnp.float32: jax.ShapeDtypeStruct(s, d)  # noqa: E731

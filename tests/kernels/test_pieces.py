@@ -6,6 +6,7 @@ import pytest
 
 from kernels_pallas import blocks, exact
 from kernels_pallas.tiles import live_block
+from tests.kernels import oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,11 +34,6 @@ def test_products_of_stacked_pieces_are_products_in_float32():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def whole(digits):
-    """The numbers that four digits to base 256 write."""
-    return sum(256.0 ** (3 - i) * np.asarray(digit, np.float64) for i, digit in enumerate(digits))
-
-
 @pytest.mark.parametrize("spread", [0, 8, 40])
 def test_four_digits_write_a_float32(spread):
     """To 2^-30 of the largest number of its vector, also where that is as large as any with its exponent."""
@@ -49,7 +45,7 @@ def test_four_digits_write_a_float32(spread):
     x[-1], x[-2] = 0, np.float32(1e-40)
     unit, digits = exact.digits(jnp.asarray(x))
     assert all(digit.dtype == jnp.int8 for digit in digits)
-    error = np.abs(whole(digits) * np.asarray(unit, np.float64)[:, None] - x).max(1)
+    error = np.abs(oracle.whole(digits) * np.asarray(unit, np.float64)[:, None] - x).max(1)
     assert (error <= 2.0**-30 * np.maximum(np.abs(x).max(1), 2.0**-90)).all()
 
 
